@@ -27,7 +27,6 @@ from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, se
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
 from nanovllm.options.plugins import load_class, make_guarded
 from nanovllm.parallel.executor import Executor, make_executor
-from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -182,7 +182,7 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
     return groups
 
 
-def _load_hook(config: Config, info: TierInfo) -> AdmissionHook:
+def _load_hook(config: Config, info: TierInfo) -> "AdmissionHook":
     """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
     from nanovllm.features.tiers.directory import make_store

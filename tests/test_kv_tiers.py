@@ -23,6 +23,7 @@ from nanovllm.features.tiers.directory import DirectoryStore
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kernels.cpu.library import library
 from nanovllm.scheduler.scheduler import TierStats
+from tests.forked_ranks import forked_ranks
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     Request,
@@ -223,7 +224,8 @@ def test_tensor_parallel_ranks_move_their_own_pages(
     options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kvcache_block_size": 8}
     expected = token_ids(generate_all(make_llm(random_model, **options), requests))
     options |= {"kv_cache_dir": tmp_path, "num_kvcache_blocks": 40, **GIB}
-    llm = make_llm(random_model, tensor_parallel_size=2, **options)
+    with forked_ranks():
+        llm = make_llm(random_model, tensor_parallel_size=2, **options)
     for _ in range(2):
         assert token_ids(generate_all(llm, requests)) == expected
     stats = stats_of(llm)

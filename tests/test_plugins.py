@@ -5,7 +5,7 @@ import logging
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -48,21 +48,47 @@ def tokens_of(llm: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-class Broken(MyBackend):
-    def plan(self, batch: Any) -> None:
-        raise KeyError(7)
+def made(base: type, called: str = "Made", /, **attributes: Any) -> Any:
+    """Return a class that is `base` but for these attributes."""
+    return type(called, (base,), attributes)
 
 
-class NoName(MyBackend):
-    name: ClassVar[Any] = None
+def fails(*_: Any, **__: Any) -> Any:
+    raise KeyError(7)
 
 
-class LikeOurs(CPUBackend):
-    """Has the name of ours, too."""
+def without_shards(stored: Any) -> Any:
+    stored.shards = lambda weight: [][7]
+    return stored
 
 
-class Contiguous(MyBackend):
-    blocks_lie_apart: ClassVar[bool] = False
+def without_products(stored: Any) -> Any:
+    stored.method = lambda dtype, kernels: made(PlainWeight, apply=fails)(stored._values)
+    return stored
+
+
+def changed_format(change: Any) -> Any:
+    return made(MyFormat, quantized=lambda *given: change(MyFormat.quantized(*given)))
+
+
+Broken = made(MyBackend, plan=fails)
+NoName = made(MyBackend, name=None)
+LikeOurs = made(CPUBackend)  # has the name of ours, too
+Contiguous = made(MyBackend, blocks_lie_apart=False)
+Raises = made(MyProposer, propose=fails)
+NoRun = made(MyRunner, run=fails)
+NoLayers = made(MyFamily, "NoLayers", make_layer=fails)
+NoForward = made(MyFamily, "NoForward", forward=fails)
+FailsInAStep = made(MyFamily, "FailsInAStep", compute_logits=fails)
+NoShards = changed_format(without_shards)
+NoProducts = changed_format(without_products)
+BadConfig = made(MyFormat, __init__=lambda self, config: fails())
+FailsToStore = made(MyFormat, quantized=fails)
+StoresNothing = changed_format(lambda stored: None)
+StoresText = changed_format(lambda stored: "text")
+Nameless = made(MyRule, name="two words")
+FailsLater = made(MyRule, name="fails", apply=fails)
+NoFiles = made(MyTier, has=fails)
 
 
 class Picky(MyBackend):
@@ -71,54 +97,10 @@ class Picky(MyBackend):
         return f"has no heads of {spec.head_dim}"
 
 
-class Raises(MyProposer):
-    def propose(self, rows: list[Any]) -> list[int]:
-        raise KeyError(7)
-
-
 class KnowsPositions(MyRunner):
     def fits(self, rows: list[Row]) -> bool:
         assert not any(row.num_unverified_tokens for row in rows)
         return super().fits(rows)
-
-
-class NoRun(MyRunner):
-    def run(self, rows: list[Any]) -> Any:
-        raise KeyError(7)
-
-
-class NoLayers(MyFamily):
-    def make_layer(self, config: Any, index: int) -> Any:
-        raise KeyError(7)
-
-
-class NoForward(MyFamily):
-    def forward(self, batch: Any) -> torch.Tensor:
-        raise KeyError(7)
-
-
-class FailsInAStep(MyFamily):
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        raise KeyError(7)
-
-
-class NoShards(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().quantized(matrix, names)
-        stored.shards = lambda weight: [][7]
-        return stored
-
-
-class NoProducts(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().quantized(matrix, names)
-        stored.method = lambda dtype, kernels: _NoProduct(stored._values)
-        return stored
-
-
-class _NoProduct(PlainWeight):
-    def apply(self, *args: Any, **options: Any) -> torch.Tensor:
-        raise KeyError(7)
 
 
 class RefusedMemory(MyRunner):
@@ -127,42 +109,6 @@ class RefusedMemory(MyRunner):
             self.num_steps.update([0])
             torch.empty(2**60)
         return super().run(rows)
-
-
-class BadConfig(MyFormat):
-    def __init__(self, config: dict[str, Any]) -> None:
-        raise KeyError(7)
-
-
-class FailsToStore(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        raise KeyError(7)
-
-
-class StoresNothing(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        return None
-
-
-class StoresText(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        return "text"
-
-
-class Nameless(MyRule):
-    name: ClassVar[str] = "two words"
-
-
-class FailsLater(MyRule):
-    name: ClassVar[str] = "fails"
-
-    def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        raise KeyError(7)
-
-
-class NoFiles(MyTier):
-    def has(self, key: bytes) -> bool:
-        raise KeyError(7)
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])

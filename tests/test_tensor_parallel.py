@@ -108,6 +108,7 @@ def test_cuda_ranks_agree_with_one(make_llm: Any, enforce_eager: bool) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 def test_killed_worker_raises_and_leaves_nothing(make_llm: Any, random_model: str) -> None:
     """Rank 0; test_async_llm.py and test_serve.py kill rank 1."""
     llm = make_llm(random_model, tensor_parallel_size=2)

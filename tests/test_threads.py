@@ -47,17 +47,14 @@ def test_24_threads_with_shared_prefixes_get_the_texts_of_one(llm: LLM) -> None:
         for index in range(24)
     ]
     expected = [llm.generate(p, s, False) for p, s in zip(prompts, params, strict=True)]
-    for _ in range(2):
-        found = in_threads(
-            [
-                lambda p=p, s=s: llm.generate(p, s, use_tqdm=False)
-                for p, s in zip(prompts, params, strict=True)
-            ]
-        )
-        for outputs, alone in zip(found, expected, strict=True):
-            assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
-            assert [o.text for o in outputs] == [o.text for o in alone]
-        check_scheduler(llm.engine.scheduler)
+    jobs = [
+        lambda p=p, s=s: llm.generate(p, s, use_tqdm=False)
+        for p, s in zip(prompts, params, strict=True)
+    ]
+    for outputs, alone in zip(in_threads(jobs), expected, strict=True):
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+        assert [o.text for o in outputs] == [o.text for o in alone]
+    check_scheduler(llm.engine.scheduler)
     assert generate(llm, QUESTIONS[0]).text == " " + ANSWER_TO[QUESTIONS[0]]
 
 
@@ -291,8 +288,8 @@ def test_a_signal_handler_may_use_the_llm(llm: LLM) -> None:
         signal.SIGALRM, lambda *_: texts.append(generate(llm, QUESTIONS[1]).text)
     )
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        assert generate(llm, QUESTIONS[0], ENDLESS).token_ids
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        assert generate(llm, QUESTIONS[0], FORTY).token_ids
         wait_until(lambda: bool(texts), 20)
     finally:
         signal.signal(signal.SIGALRM, before)

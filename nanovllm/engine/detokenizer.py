@@ -51,7 +51,7 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._stops = StopStrings(stop, include=include_stop)
+        self._stops = StopStrings(stop, include=include_stop) if stop else _NO_STOPS
         self._marked = {i: tokenizer.decode([i], skip_special_tokens=False) for i in marked}
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
@@ -196,19 +196,15 @@ class StopStrings:
         self._places = {string: place for place, string in reversed(list(enumerate(stop)))}
         self._lengths = sorted({len(string) for string in stop}, reverse=True)
         self._include = include
+        # The last characters of the text, in which a stop string may begin:
         self.num_held_back = 0 if include else max(self._lengths, default=1) - 1
-        """Number of last characters of the text in which a stop string may begin."""
 
     def find(
         self, read: Callable[[int, int], str], num_searched: int, num_chars: int
     ) -> tuple[str, int] | None:
         """Return the stop string that is complete first, and where the text ends then. Of several
-        that end together it is the first listed.
-
-        Args:
-            read: returns the characters of the text between two places.
-            num_searched: length of the text that was searched before.
-            num_chars: length of the text.
+        that end together it is the first listed. `read` returns the characters between two places;
+        of `num_chars`, `num_searched` were searched before.
         """
         if not self._lengths:
             return None
@@ -220,3 +216,6 @@ class StopStrings:
                 stop = min(found, key=self._places.__getitem__)
                 return stop, first + (end if self._include else end - len(stop))
         return None
+
+
+_NO_STOPS = StopStrings((), include=False)

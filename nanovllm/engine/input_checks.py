@@ -14,11 +14,8 @@ from nanovllm.loading.tokenizer import TokenBound, token_bound
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import as_class, check_int, did_you_mean, shown
 
-_SLICE_CHARS = 8
-"""Characters for each token of max_model_len in the first slice of a long prompt: most texts have
-fewer."""
-_UNSETTLED_TOKENS = 256
-"""Tokens at the end of a slice that the text after it may change; in truth these are a few."""
+_SLICE_CHARS = 8  # for each token of max_model_len in the first slice: most texts have fewer
+_UNSETTLED_TOKENS = 256  # at the end of a slice: more than the text after it may change
 
 
 def check_unicode(what: str, text: str) -> None:
@@ -58,21 +55,16 @@ def no_adapters(lora_request: object) -> None:
 class ParamsCheck:
     """Checks sampling parameters against the model and the options of an engine."""
 
-    has_tokenizer: bool
-    """Whether the engine knows text."""
+    has_tokenizer: bool  # whether the engine knows text
     vocab_size: int
-    max_logprobs: int = -1
-    """Most log-probabilities for each token; -1 is the size of the vocabulary."""
-    in_process: bool = True
-    """Whether the model runs in this process, and can call logits processors."""
+    max_logprobs: int = -1  # for each token; -1 is the size of the vocabulary
+    in_process: bool = True  # whether the model runs here, and can call logits processors
+    # `LogitsRule.check` of the user's rules, by name.
     rules: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
-    """`LogitsRule.check` of the user's rules, by name."""
 
     def check(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters as this engine takes them.
-
-        Raises:
-            InvalidRequestError: this checkpoint or engine does not support one.
+        """Return the parameters as this engine takes them. InvalidRequestError: this checkpoint or
+        engine does not support one.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -109,6 +101,8 @@ class ParamsCheck:
                 raise InvalidRequestError(
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return params
         return self._bound_logprobs(params)
 
     def _extra_arg(self, name: str, value: Any) -> Any:

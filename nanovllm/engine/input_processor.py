@@ -111,7 +111,7 @@ class InputProcessor:
             assert not isinstance(form, dict)
             self.grammars.compile(form)
         token_ids = self._tokenize(prompt, params)
-        bad_words = self._encode_bad_words(params.bad_words)
+        bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None

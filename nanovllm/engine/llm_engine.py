@@ -104,8 +104,7 @@ class LLMEngine:
     generation_config: Mapping[str, Any]  # the sampling parameters recommended for the model
     load_tokenizer: Callable[[], Any]  # returns the checkpoint's transformers tokenizer, or None
     observers: list[Observer]
-    queue_depth: int
-    """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
+    queue_depth: int  # how many more steps to launch before the oldest one's tokens are known
 
     def __post_init__(self) -> None:
         self.stats = self.scheduler.stats
@@ -132,10 +131,7 @@ class LLMEngine:
     def queue(
         self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
     ) -> None:
-        """Queue a request that `input_processor.make_request` made.
-
-        Args:
-            deliver: receives the request's outputs; None lets `step` return them.
+        """Queue a request, whose outputs `deliver` gets; None lets `step` return them.
 
         Raises:
             InvalidRequestError: its id is that of a running request, or no request can run now.
@@ -326,10 +322,8 @@ class LLMEngine:
         return True
 
     def _process_oldest_step(self, start: float) -> None:
-        """Wait for the oldest step in flight, process its tokens and deliver the outputs.
-
-        Args:
-            start: time.perf_counter() when `run_step` began.
+        """Wait for the oldest step in flight, process its tokens and deliver the outputs. `start`
+        is when `run_step` began.
         """
         schedule, future = self._in_flight[0]
         try:

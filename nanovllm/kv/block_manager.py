@@ -27,7 +27,6 @@ class BlockManager:
 
     Args:
         num_blocks: number of pages, of all groups together.
-        block_size: tokens of a block.
         groups: further ones. Their block tables lie after table 0, in this order.
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
     """
@@ -49,7 +48,6 @@ class BlockManager:
         self.full = FullGroup()
         self.groups: tuple[KVCacheGroup, ...] = (self.full, *groups)
         self.group_of = {group.suffix: group for group in self.groups}
-        """By the suffix of its entries' keys."""
         self._others = self.groups[1:]
         self._growing = tuple(group for group in self._others if group.grows)
         first_table = 0
@@ -83,11 +81,8 @@ class BlockManager:
         return Hit(matched, num_blocks)
 
     def longest_hit(self, num_blocks: int, has: Callable[[KVCacheGroup, int], bool]) -> int:
-        """Return the longest prefix that all groups can serve.
-
-        Args:
-            num_blocks: of the longest prefix whose KV with full attention can be had.
-            has: whether another group's entry at a block index can be had.
+        """Return the longest prefix that all groups can serve: of `num_blocks`, if that of full
+        attention `has` what the other groups need at block indices.
         """
         last = -1
         while num_blocks != last:
@@ -125,9 +120,8 @@ class BlockManager:
         return seq.kv.block_table[num_owned:]
 
     def publish(self, seq: Sequence, num_written: int) -> None:
-        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
-
-        What no later token reads is freed.
+        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written,
+        and free what no later token reads.
         """
         first = seq.kv.num_published_blocks
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
@@ -142,11 +136,8 @@ class BlockManager:
     def publish_loaded(
         self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
     ) -> None:
-        """Cache what a load has filled of a sequence's first `num_blocks` blocks.
-
-        Args:
-            places: (block index, `KVCacheGroup.suffix`) of the entries that were loaded. Those at
-                blocks that the pool had are cached, too.
+        """Cache what a load has filled of a sequence's first `num_blocks` blocks, at `places`:
+        (block index, `KVCacheGroup.suffix`). Entries at blocks that the pool had are cached, too.
         """
         nodes = list(self.trie.chain(seq))
         for index, suffix in places:
@@ -163,11 +154,8 @@ class BlockManager:
             group.trim(seq, num_blocks)
 
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
-        """Free all that a sequence holds. What is cached stays cached until its pages are reused.
-
-        Args:
-            keep_cached: False: the sequence's KV may be wrong. What no other sequence holds of it
-                leaves the prefix cache.
+        """Free all that a sequence holds. What is cached stays cached until its pages are reused;
+        without `keep_cached` its KV may be wrong: what no other sequence holds of it leaves.
         """
         nodes = None if keep_cached else list(self.trie.chain(seq))
         for group in self.groups:

@@ -191,8 +191,7 @@ class Parser(DashingParser):
         """Let --help show these flags and examples alone, and --help-all every flag."""
         self._common = common
         self._examples = examples
-        about = f"Show all flags: {self.prog} has more than these."
-        self.add_argument("--help-all", action=_HelpAll, help=about)
+        self.add_argument("--help-all", action=_HelpAll, help="Show all flags, not only these.")
 
 
 class _HelpAll(argparse._HelpAction):

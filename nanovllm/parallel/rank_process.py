@@ -36,13 +36,10 @@ class RankJob(NamedTuple):
 
     rank: int
     size: int
-    store_at: tuple[str, int]
-    """Address and port of the group's store."""
+    store_at: tuple[str, int]  # address and port of the group's store
     own_address: str
     num_threads: int
-    log_level: int
-    """The least level of the records that the rank sends. Those of rank 0 stand for all ranks, so
-    others send only warnings and errors."""
+    log_level: int  # of the records that rank 0 sends; others send only warnings and errors
 
 
 Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
@@ -52,8 +49,7 @@ Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
 class Command(NamedTuple):
     """A call of `function(runner, *arguments)`, in the order of the steps around it."""
 
-    function: Callable[..., Any]
-    """A function of a module, because its name is what is sent to other processes."""
+    function: Callable[..., Any]  # of a module: its name is what is sent to other processes
     arguments: tuple[Any, ...]
 
 

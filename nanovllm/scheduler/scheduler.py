@@ -15,12 +15,12 @@ from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedu
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
 
 if TYPE_CHECKING:
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
+    from nanovllm.scheduler.admission_hook import AdmissionHook
 
 _NO_DETAILS = RowDetails()
 
@@ -29,10 +29,8 @@ class StallEvent(NamedTuple):
     """Why a sequence got no row in a step, or lost its KV."""
 
     seq_id: int
-    reason: str
-    """"preempted"; or it waits for "blocks", for a "table row", or for its "steps in flight"."""
-    preempted_by: int | None = None
-    """The sequence that needed blocks; itself, if nobody else could be preempted for it."""
+    reason: str  # "preempted"; or it waits for "blocks", a "table row", or its "steps in flight"
+    preempted_by: int | None = None  # who needed blocks; itself, if nobody else could be preempted
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,10 +78,7 @@ class Scheduler:
     last: it loses its KV and waits again. Steps may overlap: tokens that a launched step will
     sample are pending. The cost of a step does not depend on how many are waiting.
 
-    Args:
-        drafting: adds drafts to rows; None disables speculation.
-        policy: the order of sequences; None: `FairPolicy`.
-        hooks: may hold sequences back; asked in this order.
+    What `drafting` adds to rows is drafts; `hooks` may hold sequences back, asked in this order.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: "AdaptiveDrafting | None" = None,
         policy: Policy | None = None,
-        hooks: Seq[AdmissionHook] = (),
+        hooks: "Seq[AdmissionHook]" = (),
     ) -> None:
         self.block_manager = block_manager
         # A step's last row of a prompt may go on for a few tokens more.
@@ -239,10 +234,8 @@ class Scheduler:
         *,
         keep_cached: bool = True,
     ) -> None:
-        """End a sequence and free what it owns. If it has ended, only its reasons change.
-
-        Args:
-            keep_cached: see `BlockManager.free`.
+        """End a sequence and free what it owns; see `BlockManager.free`. If it has ended, only its
+        reasons change.
         """
         seq.output.finish_reason = finish_reason
         seq.output.stop_reason = stop_reason
@@ -252,9 +245,8 @@ class Scheduler:
     # For hooks:
 
     def suspend(self, seq: Sequence) -> None:
-        """Remove a sequence from the policy's queue, as if its prompt were computed.
-
-        It waits, or runs without rows, until it is resumed. Its user's turn counts as used.
+        """Remove a sequence from the policy's queue, as if its prompt were computed: it waits, or
+        runs without rows, until it is resumed.
         """
         self.policy.advance(seq, 0)
         self._move(seq, is_queued=False)
@@ -286,9 +278,7 @@ class Scheduler:
             self.stats.num_queried_tokens += seq.num_prompt_tokens
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
-        """Return the rows, the blocks added to block tables, and the admissions: merge the running
-        and the queued sequences by `Policy.order`.
-        """
+        """Merge running and queued sequences; return rows, blocks of tables, and admissions."""
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []
@@ -355,13 +345,9 @@ class Scheduler:
         return None
 
     def _allocate_by_preemption(self, seq: Sequence, end: int, index: int) -> list[int] | None:
-        """Preempt running sequences until `seq` has blocks for its first `end` tokens.
-
-        Args:
-            index: of `seq` among the running ones. Nobody from it on has a row in this step.
-
-        Returns:
-            The blocks appended; None if `seq` was a victim itself, and is preempted now.
+        """Preempt running sequences until `seq`, which is running[index], has blocks for its first
+        `end` tokens; return those appended, None if `seq` is preempted itself. Nobody from it on
+        has a row in this step.
         """
         appended = None
         while appended is None:

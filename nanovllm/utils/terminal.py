@@ -9,13 +9,12 @@ import glob
 import os
 import re
 import signal
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
-from nanovllm.utils.disk_cache import state_directory
+from nanovllm.utils.disk_cache import open_ours, state_directory
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -332,15 +331,11 @@ def _history() -> "History":
         assert directory is not None
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / "chat_history"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path, flags, 0o600)
+        if not os.path.lexists(path):
+            path.touch(mode=0o600)
+        descriptor = open_ours(path)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
     except OSError:
         return InMemoryHistory()
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            return InMemoryHistory()
-        os.fchmod(descriptor, 0o600)
-    finally:
-        os.close(descriptor)
     return FileHistory(path)

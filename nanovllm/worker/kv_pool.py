@@ -36,14 +36,10 @@ class PageLayout:
 
 
 def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0) -> PageLayout:
-    """Return the layout for layers whose block takes `sizes` bytes.
+    """Return the layout for layers whose block takes `sizes` bytes, in pages of `least_bytes`.
 
-    Layers with full attention share one page. Those with equal windows get separate pages, as
-    many as they need. If all layers have full attention, or none has, all share one page.
-
-    Args:
-        windows: of each layer; None: full attention.
-        least_bytes: of a page.
+    Layers with full attention, whose window is None, share one page. Those with equal windows get
+    separate pages, as many as they need. If no layer has full attention, all share one page.
     """
     sizes = [aligned(size) for size in sizes]
     full = [index for index, window in enumerate(windows) if window is None]
@@ -77,10 +73,8 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
 class KVPool:
     """A zeroed pool. Masked keys must be finite, as in `Schedule.blocks_to_zero`.
 
-    Args:
-        shapes: of each layer's cache; dimension 1 counts the blocks.
-        by_page: whether a page's bytes lie side by side. Else each layer's cache is contiguous,
-            which needs layers that share one page.
+    Dimension 1 of a layer's cache counts the blocks. A page's bytes lie side by side if it is
+    `by_page`. Else each layer's cache is contiguous, which needs layers that share one page.
     """
 
     def __init__(
@@ -148,7 +142,7 @@ class KVPool:
         return found.movedim(2, 0).reshape(len(pages), -1)
 
     def scatter(self, pages: Seq[int], rows: torch.Tensor) -> None:
-        """Write `rows`, as `gather` returns them, to pages."""
+        """Write what `gather` returned to pages."""
         indices = self._platform.upload(pages)
         if self._by_page:
             self._pool[indices] = rows

@@ -38,23 +38,19 @@ from nanovllm.utils.pages import PageReserve
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_DTYPE_LOCK = threading.Lock()
-"""Held while torch's default dtype, which is global to the process, is changed."""
+_DEFAULT_DTYPE_LOCK = threading.Lock()  # held while torch's default dtype is changed
 
 
 class NetworkSpec(NamedTuple):
     """A checked checkpoint, which each rank loads."""
 
-    config: Config
-    """Options; `config.model` is this checkpoint, also for a draft network."""
+    config: Config  # `config.model` is this checkpoint, also for a draft network
     model_config: ModelConfig
-    files: list[Path]
-    """The weight files; none for dummy weights."""
-    reserve: PageReserve | None = None
-    """Has memory for the weights already."""
+    files: list[Path]  # of weights; none for dummy weights
+    reserve: PageReserve | None = None  # has memory for the weights already
+    # Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
+    # target's.
     one_table: bool = False
-    """Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
-    target's."""
 
 
 def num_positions(spec: NetworkSpec) -> int:
@@ -244,13 +240,8 @@ _TRIM_EVERY = 2**24  # numbers of stored weights
 
 
 class WeightForms:
-    """Takes what the loader reads for the matrices of a model, and replaces their weights.
-
-    A weight that is packed as it is, row by row, takes no memory in its first form.
-
-    Args:
-        dtype: of the model.
-        reserve: gives packed weights their memory while it lasts.
+    """Takes what the loader reads for the matrices of a model, and replaces their weights. The
+    `reserve` gives packed ones their memory while it lasts.
     """
 
     def __init__(

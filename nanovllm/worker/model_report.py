@@ -39,8 +39,7 @@ _BLOCK_SIZE = 16
 _ENDLESS = 2**30  # tokens of a text that is longer than every window
 _SCALE_BYTES = 2  # of the scale of a group of weights in int8 or int4
 _META = torch.device("meta")
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
-"""By safetensors' names; others are taken for one byte."""
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # others have one
 _PARTS = {
     "vision": ("visual", "vision", "multi_modal_projector"),
     "audio": ("audio",),
@@ -56,13 +55,8 @@ def all_supported() -> list[dict[str, str]]:
 
 
 def report(model: str) -> dict[str, Any]:
-    """Return what would run of `model`, in values that JSON has.
-
-    Args:
-        model: as for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is not sound.
+    """Return what would run of `model`, in values that JSON has. CheckpointError: there is no such
+    checkpoint, or it is not sound.
     """
     checkpoint = open_checkpoint(model)
     found: dict[str, Any] = {"model": model, "architecture": architecture_of(checkpoint.config)}

@@ -29,7 +29,6 @@ from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.step_sampler import StepSampler
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
@@ -125,11 +124,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Launch a step, behind those launched before.
-
-        Raises:
-            OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
-            PluginError: a class of the user's fails.
+        """Launch a step, behind those launched before. OutOfMemoryError: the system refuses memory
+        that it needs; later steps work.
         """
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
@@ -175,6 +171,8 @@ class ModelRunner:
         if self.drafter is None or not schedule.may_draft:
             output = self.run_rows(schedule.rows)
             return PendingResult(schedule.step_id, schedule.rows, output, self.platform)
+        from nanovllm.worker.timing import StepTimer
+
         timer = StepTimer(self.platform)
         rows = self.drafter.draft(schedule.rows)
         timer.mark()
@@ -220,14 +218,11 @@ class ModelRunner:
         needs: Seq[RowNeeds] = (),
         hidden: torch.Tensor | None = None,
     ) -> StepTensors:
-        """Compute the T tokens of `rows`, and let the parts read what they need of it.
+        """Compute the T tokens of `rows`, and let the parts read what they need of it. Return the
+        logits of the samples, and the hidden states of all T tokens or only theirs.
 
         Args:
-            hidden: [T, hidden_size], if a step runner has computed them; None: they are computed
-                layer by layer.
-
-        Returns:
-            Logits of the samples, and the hidden states of all T tokens or only theirs.
+            hidden: [T, hidden_size], if a step runner has computed them; None: none has.
         """
         assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
         lists = [need.indices for need in needs]

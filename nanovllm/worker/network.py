@@ -107,11 +107,8 @@ class Network:
         return self.attention.planned(batch)
 
     def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.
-
-        Args:
-            hidden: of these tokens, or of all tokens of the batch.
-            output_indices: [S], the tokens; at least one.
+        """Return the logits [S, vocab_size] of the S tokens `output_indices`, at least one; None
+        except on rank 0. `hidden` is of these tokens, or of all tokens of the batch.
         """
         if len(hidden) != len(output_indices):
             hidden = hidden[output_indices]

@@ -11,11 +11,11 @@ from nanovllm.core.messages import Extras, FinishInfo, Loaded, Row, RowDetails, 
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.platform import Platform
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarRow
     from nanovllm.worker.logprobs import Logprobs
+    from nanovllm.worker.timing import StepTimer
 
 NO_DISTRIBUTION = FinishInfo(
     "error",
@@ -37,18 +37,14 @@ _FINISH_INFOS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
 class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
-    token_ids: torch.Tensor
-    """[S] int64, what `StepSampler.sample` returned."""
-    logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)
-    """Of the samples and prompts whose request wants them."""
+    token_ids: torch.Tensor  # [S] int64, what `StepSampler.sample` returned
+    logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)  # for those who want them
+    # By sample: see `StepSampler.finish_infos`. The token of such a sample does not count.
     finish_infos: dict[int, FinishInfo] = dataclasses.field(default_factory=dict)
-    """By sample: what `StepSampler.finish_infos` has. The token of such a sample does not count."""
-    draft_ids: torch.Tensor | None = None
-    """[S] int64, the draft that the sample may confirm; None if no row has any."""
+    draft_ids: torch.Tensor | None = None  # [S] int64, the draft that the sample may confirm
+    # By sequence id: what may force tokens after the sampled ones.
     forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
-    """By sequence id: what may force tokens after the sampled ones."""
-    on_host: bool = False
-    """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
+    on_host: bool = False  # `token_ids` is memory of the host, to which later steps write, too
 
     def to_host(self, platform: Platform) -> "StepOutput":
         """Return a copy on the host: see `Platform.to_host`."""
@@ -82,7 +78,6 @@ class PendingResult:
 
     Args:
         rows: with the drafts that were proposed, which may be fewer than scheduled.
-        platform: that runs the step.
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
@@ -97,7 +92,7 @@ class PendingResult:
         rows: list[Row],
         output: StepOutput,
         platform: Platform,
-        timer: StepTimer | None = None,
+        timer: "StepTimer | None" = None,
     ) -> None:
         self._step_id = step_id
         self._rows = rows

@@ -90,14 +90,9 @@ class StepSampler:
         mode: str,
         accepts: bool,
     ) -> StepOutput:
-        """Choose the tokens of a step's samples, and write them to the tables on all ranks.
-
-        Args:
-            tensors: of the step. Without its logits, this rank takes the first one's tokens.
-            rows: of the step, also those that do not sample.
-            model: makes the logits of prompts.
-            mode: `Config.logprobs_mode`.
-            accepts: whether the device counts accepted drafts.
+        """Choose the tokens of a step's samples, and write them to the tables on all ranks: a rank
+        without logits takes the first one's. The `model` makes the logits of prompts. The device
+        counts accepted drafts if it `accepts` them.
         """
         tables = self._tables
         logits = tensors.logits

@@ -23,8 +23,7 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner
 
-CHUNKS = (100, 40, 2)
-"""Tokens of the chunks of the first prompt: kernels may have variants for many, some, few rows."""
+CHUNKS = (100, 40, 2)  # of the first prompt: kernels may have variants for many and few rows
 
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -153,10 +152,7 @@ def _largest_steps(
     info: WorkerInfo, tables: DeviceTables, *, drafts: bool
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of the longest prefill and of the most samples; prepare `tables` for them.
-
-    Args:
-        info: its blocks are those of one sequence; the last ones are its state's.
-        drafts: whether rows may have drafts.
+    The blocks of `info` are those of one sequence, and the last of these its state's.
     """
     max_tokens = info.max_num_batched_tokens
     num_seqs = len(tables.params)

@@ -41,19 +41,6 @@ def test_weights_that_a_step_reads(name: str) -> None:
     assert shapes.weight_bytes(config) == 2 * numbers
 
 
-def test_weights_of_experts_that_a_step_reads() -> None:
-    heads, kv_heads, head_dim, hidden = 16, 8, 128, 1024
-    attention = (2 * heads + 2 * kv_heads) * head_dim * hidden
-    router, chosen = 64 * hidden, 8 * 3 * 384 * hidden
-    head = 151936 * hidden
-    layers = 16 * (attention + chosen)
-    config = shapes.CONFIGS["Qwen3-MoE-64"]
-    assert shapes.weight_bytes(config) == 2 * (layers + 16 * router + head)
-    in_int8 = layers + head
-    expected = in_int8 * shapes.WEIGHT_BITS["int8"] / 8 + 2 * 16 * router
-    assert shapes.weight_bytes(config, "int8") == pytest.approx(expected)
-
-
 def test_floor() -> None:
     config = shapes.CONFIGS["Qwen3-0.6B"]
     floor = floors.workload_floor(config, [10, 20], [5, 3], 1e12, 1e15)

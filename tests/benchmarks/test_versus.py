@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench import QWEN3_06B
-from benchmarks import versus
 from benchmarks.comparison import Comparison, Row
 from benchmarks.random_gguf import write_random_gguf
 from nanovllm import LLM, SamplingParams
@@ -42,15 +41,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=env,
         timeout=120,
     )
-
-
-def test_requests_are_the_cases_own() -> None:
-    case = versus.CASES["nano"]
-    prompts, lens = case.requests(3)
-    assert (prompts, lens) == case.requests(3) != case.requests(4)
-    assert len(prompts) == len(lens) == 32
-    assert {32 <= len(prompt) <= 256 for prompt in prompts} == {True}
-    assert {32 <= length <= 128 for length in lens} == {True}
 
 
 def fake(path: Path, answer: str, version: str = "") -> str:

@@ -149,7 +149,7 @@ def decoded_prefixes(kind: str, token_ids: Seq[int], skip_special_tokens: bool) 
 
 
 @every_tokenizer
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_text_grows_to_what_decoding_at_once_gives(
     kind: str, data: st.DataObject, skip_special_tokens: bool

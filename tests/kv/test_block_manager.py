@@ -274,7 +274,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=examples(100), stateful_step_count=50, deadline=None, derandomize=True
 )
 TestBlockManager = BlockManagerMachine.TestCase
 

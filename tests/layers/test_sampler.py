@@ -252,11 +252,10 @@ def test_rows_of_a_batch_each_keep_by_their_own_filters(monkeypatch, vocab_size)
 def test_top_p_of_a_large_vocabulary(monkeypatch):
     """More chunks than candidates. Flat rows are sorted, peaked ones are not."""
     logits = distinct_rows(24, 40_961)
-    top_p = 0.5
-    scores, clear = filtered(logits, top_p=top_p)
+    scores, clear = filtered(logits, top_p=0.5)
     rows = clear.nonzero()[:, 0]
     assert len(rows) > 20
-    sampling = make_sampling(len(rows), positions=torch.arange(len(rows)), top_p=top_p)
+    sampling = make_sampling(len(rows), positions=torch.arange(len(rows)), top_p=0.5)
     sizes = []
     invert = sampler._invert
 

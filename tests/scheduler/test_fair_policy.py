@@ -270,7 +270,7 @@ def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     engine.run()
 
 
-@settings(deadline=None, derandomize=True, max_examples=12)
+@settings(deadline=None, derandomize=True, max_examples=6)
 @given(
     length=st.integers(1, 200),
     budget=st.integers(2, 16),

@@ -163,13 +163,6 @@ def test_useless_proposals_cost_two_percent(curve: Curve, draft_seconds: float) 
         assert speedup(simulation, 0.0, batch, 300) >= 1 / 1.02, batch
 
 
-def test_unknown_costs_mean_no_drafts() -> None:
-    controller = DraftController(8, (), ())
-    rows = [(Acceptance(), 8)] * 4
-    choices = [controller.choose(rows, 4) for _ in range(300)]
-    assert sum(map(sum, choices)) <= 16  # probes
-
-
 def test_a_request_that_turns_predictable_is_found_again() -> None:
     simulation = Simulation(CURVES["steep rise"])
     row = [Acceptance()]

@@ -19,6 +19,7 @@ from nanovllm.options.flags import (
     Command,
     Parser,
     Subparsers,
+    add_command,
     add_engine_flags,
     add_flags,
     add_other_flags,
@@ -92,19 +93,15 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     rest = args.parser.words(rest)
     if args.command is None:
         args.parser.error(f"COMMAND is missing: {listed(list(added.choices), len(added.choices))}")
-    if hasattr(args, "takes"):
-        if rest:
-            args.parser.error(f"{args.takes}, got {shown(rest[0])}")
-        return args
     if "models" in args:
         args.models += rest
         args.model = args.models[0] if args.models else None
-    elif rest and "prompt" not in args:
-        name = args.command.__name__
-        hint = "; use nanovllm run for one question" * (name == "chat")
-        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}{hint}")
-    elif rest:  # prompts after a flag: argparse itself does not accept them there
+    elif "prompt" in args:  # after a flag argparse itself takes none
         args.prompt += rest
+    elif rest:
+        args.parser.error(f"{args.takes}, got {shown(rest[0])}")
+    if "model_flag" not in args:
+        return args
     if args.model_flag is not None:
         _take_model_flag(args)
     elif "prompt" in args and args.model is not None and not _is_model(args.model, args.command):
@@ -151,15 +148,11 @@ def _add_command(commands: Subparsers, command: Command) -> None:
     takes_prompts = name in ("generate", "explain")
     words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
     words = "[MODEL ...]" if name == "serve" else words
-    parser = commands.add_parser(
-        name,
-        help=command.__doc__,
-        description=command.__doc__,
-        usage=f"nanovllm {name} {words} [flags]",
-    )
-    parser.set_defaults(command=command, parser=parser, url=None)
+    takes = "chat takes a MODEL, and run a question, too"
+    parser = add_command(commands, command, f"{words} [flags]", takes)
+    parser.set_defaults(url=None)
     several = (
-        " Several are served each by a process of its own: give them as MODEL, NAME=MODEL or "
+        " Several models run in a process each: give them as MODEL, NAME=MODEL or "
         "NAME,OTHER=MODEL, or a TOML file with a table for each."
     )
     parser.add_argument(
@@ -212,7 +205,7 @@ def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
         parser.add_argument(
             "--url",
             "--base-url",
-            help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
+            help="Talk to the server at this URL, with its model MODEL, or its first one.",
         )
         parser.add_argument(
             "--api-key",
@@ -235,8 +228,8 @@ def _add_prompt_flags(parser: Parser) -> None:
         metavar="PROMPT",
         nargs="*",
         help=(
-            "Text to continue (default, and for -: the lines of standard input). The first word is "
-            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+            "Text to continue; without one, or with -, each line of standard input. The first word "
+            "is a MODEL only if it is a path, has a slash as hub ids do, or ends in .gguf."
         ),
     )
     parser.add_argument(

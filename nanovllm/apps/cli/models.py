@@ -28,7 +28,7 @@ def add_models(commands: Subparsers) -> None:
 
 
 def models(args: argparse.Namespace) -> int:
-    """List the supported architectures, or tell what a checkpoint's config.json asks for."""
+    """List the supported architectures, or report what a checkpoint is and needs."""
     from nanovllm.worker import model_report
 
     if args.model is None:

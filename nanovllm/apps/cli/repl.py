@@ -172,28 +172,26 @@ class _Timer:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._first = self._last = 0.0
-        self._num_tokens = self._num_first = 0
+        self._times: list[float] = []
+        self._counts: list[int] = []
 
     def timed(self, pieces: Iterator[AnswerPiece]) -> Iterator[str]:
         """Yield the texts of an answer, and note when its tokens come."""
         for piece in pieces:
-            self._last = time.monotonic()
-            if not self._first:
-                self._first = self._last
-                self._num_first = piece.num_tokens
-            self._num_tokens += piece.num_tokens
+            self._times.append(time.monotonic())
+            self._counts.append(piece.num_tokens)
             yield piece.text
 
     def speed(self) -> str:
         """Return tokens, seconds to the first text, and tokens a second after it."""
-        if not self._num_tokens:
+        number = sum(self._counts)
+        if not number:
             return ""
-        tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
-        found = f"{tokens}, the first after {self._first - self._start:.1f} s"
+        first = self._times[0]
+        found = f"{number} token{'s' * (number != 1)}, the first after {first - self._start:.1f} s"
         # A server tells the number at the end only; one token at least came with the first text.
-        seconds = self._last - self._first
-        further = self._num_tokens - max(self._num_first, 1)
+        seconds = self._times[-1] - first
+        further = number - max(self._counts[0], 1)
         if further < 1 or seconds < _LEAST_SECONDS:
             return found
         return f"{found}, {further / seconds:.0f} tokens/s"

@@ -169,11 +169,6 @@ class AdapterHook(AdmissionHook):
         self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
         self._place: SlotChoice | None = None  # of the adapter that is being admitted
 
-    @property
-    def waiting_adapters(self) -> int:
-        """Number of adapters that wait for a slot."""
-        return len(self._room)
-
     def begin_step(self) -> None:
         """Let those that can have a slot come back, and claim slots for others."""
         if len(self._room):

@@ -33,16 +33,12 @@ class Plan:
     """How a waiting sequence gets a prefix: from the pool, and by a load."""
 
     seq: Sequence
-    num_blocks: int
-    """Blocks of the prefix."""
-    found: list[TierHit]
-    """What is loaded, in the order of the blocks."""
+    num_blocks: int  # of the prefix
+    found: list[TierHit]  # what is loaded, in the order of the blocks
     parts: list[TierEntry] = dataclasses.field(default_factory=list)
     """The same, pinned; with pages after the admission."""
-    load_id: int = -1
-    """Of the load in flight; -1 before."""
-    is_resumption: bool = False
-    """Whether the sequence had been preempted."""
+    load_id: int = -1  # of the load in flight; -1 before
+    is_resumption: bool = False  # whether the sequence had been preempted
 
     @property
     def places(self) -> list[tuple[int, bytes]]:
@@ -108,12 +104,10 @@ class TierCache(CacheListener):
                         self.written(node, group.suffix, pages)
 
     def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Offer the store an entry of a prompt."""
         if node.key[1] not in self._distrusted:
             self.traffic.keep(self._key(node.key[1], suffix), pages)
 
     def distrusted(self, nodes: Seq[Node]) -> None:
-        """Forget the nodes, and never keep what is in them."""
         for node in nodes:
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
@@ -122,7 +116,6 @@ class TierCache(CacheListener):
             self.cleared()
 
     def cleared(self) -> None:
-        """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
         self._distrusted.clear()
         self.traffic.clear()

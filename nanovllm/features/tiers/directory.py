@@ -33,10 +33,9 @@ from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 60.0  # for how long nothing is written after a failure
+# What the system may answer although the path is right, or the file may be:
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""What the system may answer although the path is right."""
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What the system answers when this process has too much of something: the file may be right."""
 MAX_KEY_BYTES = 96  # a key's hexadecimal digits are a file's name, which may have 255 bytes
 _MAGIC = b"nanovkv\n"
 _VERSION = 1  # raise it when the format of the file changes
@@ -52,15 +51,13 @@ class DirectoryStore(ByteStore):
     One thread may write while others read. No method raises: an entry that cannot be had is a miss,
     and one that cannot be written is left out.
 
+    Entries of other namespaces and ranks are never read.
+
     Args:
-        path: a directory, which is made if only the last part is missing.
+        path: a directory; see `find_directory`.
         limit_bytes: for the entries of all namespaces and ranks together; those that were not used
             for longest go first.
-        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`. Entries of other
-            namespaces and ranks are never read.
-
-    Raises:
-        ConfigError: `path` is not a directory, its parent is missing, or others could write to it.
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`.
     """
 
     def __init__(
@@ -71,10 +68,8 @@ class DirectoryStore(ByteStore):
         self._base = str(self._root / namespace / f"rank{rank}")
         self._owner = hashlib.sha256(f"{namespace} {rank}".encode()).digest()
         self._evictor = Evictor(self._root, limit_bytes)
-        self._checked: set[str] = set()
-        """Directories that this user alone can change."""
-        self._bad: set[bytes] = set()
-        """Keys whose files are not entries and cannot be removed."""
+        self._checked: set[str] = set()  # directories that this user alone can change
+        self._bad: set[bytes] = set()  # keys whose files are no entries and cannot be removed
         self._resume = 0.0
         self._warned = False
 
@@ -215,11 +210,8 @@ class DirectoryStore(ByteStore):
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
     """Return directory `path` as an absolute path without symlinks; make it if its parent exists.
-
-    A directory that cannot be made, because the disk is full or read-only, counts as empty.
-
-    Raises:
-        ConfigError: it cannot be a directory of this user's alone.
+    One that cannot be made, because the disk is full or read-only, counts as empty. ConfigError: it
+    cannot be a directory of this user's alone.
     """
     name = f"kv_cache_dir {shown(os.fspath(path))}"
     try:

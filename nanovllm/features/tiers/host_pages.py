@@ -50,12 +50,9 @@ class PageCopies(Protocol):
 
 class HostPages:
     """The `PageCopies` of a CPU: the pool is host memory itself, so files are read straight into
-    its pages and written straight from them.
+    its pages, which are contiguous, and written straight from them.
 
     The system gives memory for a slot when it is first written, so low slots come first.
-
-    Args:
-        pool: its pages are contiguous, as on each CPU.
     """
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:

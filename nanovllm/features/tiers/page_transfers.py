@@ -51,8 +51,6 @@ class _Load:
 
 @dataclasses.dataclass(eq=False)
 class _Write:
-    """An entry that is to be written to the store."""
-
     part: TierEntry
     mark: Any
 
@@ -67,10 +65,6 @@ class PageTransfers:
 
     One thread writes, `_NUM_LOADERS` others load: a step waits for none of them, except in
     `release` and `wait`. One condition guards everything.
-
-    Args:
-        copies: of the pool and of host memory.
-        store: None without one.
     """
 
     def __init__(self, copies: PageCopies, store: ByteStore | None) -> None:

@@ -23,10 +23,7 @@ class TierTraffic:
     - Each part that waits to be stored lies in pages that keep its contents until the next step.
     - A host entry is pinned once for each load in flight that reads it.
 
-    Args:
-        host: None: there is no host memory.
-        store: None: there is no byte store.
-        token_seconds: to compute a prompt's token; 0.0: unknown, and each load pays.
+    Computing a prompt's token takes `token_seconds`; 0.0: that is unknown, and each load pays.
     """
 
     def __init__(

@@ -7,24 +7,20 @@ Shapes and layouts are not checked, except in `supports_experts`: a wrong one co
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.states import Replay, StateRows, States
-from nanovllm.kernels.torch_experts import (
-    ExpertChoice,
-    ExpertLinear,
-    ExpertMLP,
-    Groups,
-    Routing,
-)
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.adapters import AdapterRows, AdapterTable
+    from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Routing
 
 _ACTIVATIONS = (
     *("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity"),
@@ -122,11 +118,9 @@ def copy_rows(
     x_rows: torch.Tensor | None = None,
     y_rows: torch.Tensor | None = None,
 ) -> None:
-    """Copy row x_rows[t] of `x` [.., n] to row y_rows[t] of `y` [.., n], for each t.
+    """Copy row x_rows[t] of `x` [.., n] bfloat16 to row y_rows[t] of `y` [.., n]; None: row t.
 
-    Args:
-        x, y: bfloat16; their rows may lie apart.
-        x_rows, y_rows: [t] int64; None: row t, where `x` has t rows if both are None.
+    The rows of both may lie apart.
     """
     num_rows = len(x if x_rows is None else x_rows)
     library.call(
@@ -140,12 +134,8 @@ def copy_pages(
     targets: Sequence[int],
     into: torch.Tensor | None = None,
 ) -> None:
-    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets`.
-
-    No target is a source.
-
-    Args:
-        into: what the targets are rows of, as wide as `pool`; None: `pool` itself.
+    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets` of `into`
+    or, without it, of `pool` itself. No target is a source.
     """
     halves = pool.view(torch.bfloat16)
     others = halves if into is None else into.view(torch.bfloat16)
@@ -170,19 +160,12 @@ def store(
     v_norm: bool = False,
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepare q, k and v, store k and v in the cache, and return q [t, heads, dim].
-
-    The keyword arguments are the fields of `attention.backend.QKNormRope`.
+    """Do what `Backend.store` says; the keyword arguments are the fields of `QKNormRope`.
 
     Args:
-        qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
-            are the keys before their norm and rotation; without, nothing is stored.
         positions: [t] int64, rows of `cos_sin` and `q_scale`.
         slot_mapping: [t] int64.
-        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
-            heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
-            token: the token's scale. [kv_heads, blocks, 1, block_size, width]: only keys are
-            stored.
+        kv_cache: in the layout of `CPUBackend`; its heads and its blocks may lie apart.
     """
     num_kv_heads, _, halves, block_size, _ = kv_cache.shape
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
@@ -209,21 +192,14 @@ def attention(
     sinks: torch.Tensor | None = None,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    """Return attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
+    """Return attention [t, heads, value_dim or dim] over a paged cache: see `Backend.attend`.
 
     A row's result is the same, bit for bit, whatever the other rows are, and however a sequence is
     cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
 
     Args:
-        block_tables: [rows, width] int32.
-        cu_seqlens_q: [rows + 1] int32.
-        seq_lens: [rows] int32.
         causal, scale, window, softcap, value_dim: as in `AttentionSpec`; only causal attention has
             windows.
-        sinks: [heads] float32; None: there are none.
-
-    Returns:
-        [t, heads, value_dim or dim].
     """
     num_kv_heads, _, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
@@ -357,14 +333,10 @@ def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
     return pool, pool.stride(0), states.places, *pages_of_rows
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
-    """See `kernels.adapters.add_lora`. A token's bits do not depend on the other tokens.
+def add_lora(y: torch.Tensor, x: torch.Tensor, rows: "AdapterRows", table: "AdapterTable") -> None:
+    """See `kernels.adapters.add_lora`; `y` is contiguous. A token's bits do not depend on others.
 
     Recorded calls read `rows` and `table` when they run.
-
-    Args:
-        y: contiguous.
-        x: its rows may lie apart.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -375,7 +347,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     )
 
 
-def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
+def supports_experts(x: torch.Tensor, mlp: "ExpertMLP") -> bool:
     """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels, and
     its inputs their own order.
     """
@@ -396,10 +368,10 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
-    """Do what `torch_experts.route` says, for bfloat16 or float32 logits [T, E] and bfloat16
-    scales [E].
-    """
+def route(logits: torch.Tensor, choice: "ExpertChoice") -> "Routing":
+    """Do what `torch_experts.route` says, for bfloat16 or float32 logits and bfloat16 scales."""
+    from nanovllm.kernels.torch_experts import Groups, Routing
+
     tokens, num_experts = logits.shape
     top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
@@ -413,7 +385,7 @@ def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     return Routing(ids, weights)
 
 
-def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+def experts(x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
     """Do what `torch_experts.experts` says, for what `supports_experts` accepts.
 
     A token's result is the same, bit for bit, whatever the other tokens are.
@@ -441,7 +413,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     return y
 
 
-def _panels(linear: ExpertLinear) -> Panels:
+def _panels(linear: "ExpertLinear") -> Panels:
     assert isinstance(linear.weight, PanelWeight)
     return linear.weight.panels
 
@@ -501,19 +473,15 @@ def batch(
     out: tuple[torch.Tensor, ...],
     state: StateColumns | None = None,
 ) -> None:
-    """Fill `out`, and `state` if given, with the batch of a step.
-
-    Row r of the batch has the last query_lens[r] of the first seq_lens[r] tokens of table row
-    table_indices[r].
+    """Fill `out`, and `state` if given, with the batch of a step: see csrc/tables.c.
 
     Args:
-        token_ids, block_tables: adjacent columns of one int32 table, a line per table row. Further
-            block tables of equal width follow.
+        token_ids, block_tables: adjacent columns of one int32 table. Further block tables of equal
+            width follow.
         rope_offsets: [table rows] int32, another column of it.
         out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, block_tables and
             rope_positions of `attention.batch.Batch`; they may be longer than the batch.
-            slot_mapping and block_tables have one dimension more, of the block tables that are
-            read.
+            slot_mapping and block_tables have one dimension more, of the block tables.
     """
     rows = array("q", (*table_indices, *query_lens, *seq_lens))
     columns = token_ids.shape[1]

@@ -204,9 +204,7 @@ def multiply(
 
     Args:
         x: [t, k] float16 or bfloat16, contiguous.
-        bias: [n].
-        splits_done: from `split_k.new_counters`. Launches that share it must run one after
-            another.
+        splits_done: from `new_counters`. Launches that share it must run one after another.
     """
     assert x.is_contiguous()
     rows = len(x)

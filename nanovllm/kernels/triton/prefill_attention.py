@@ -125,11 +125,8 @@ def plan_prefill(
 
 
 def splits_of_row(num_computed: int, programs: int) -> int:
-    """Return the number of splits of a row's keys.
-
-    Args:
-        num_computed: keys before the row's query tokens that the first of them sees.
-        programs: those that the row has without splits.
+    """Return the number of splits of a row's keys, `num_computed` of which are before its query
+    tokens; without splits it has so many `programs`.
     """
     return max(1, min(num_computed // SPLIT_TOKENS, SPLIT_PROGRAMS // programs, MAX_SPLITS))
 
@@ -189,13 +186,7 @@ def prefill(
     Tiles of keys are counted from the start of the sequence, so the result for a query token of a
     row without splits does not depend on where its chunk starts.
 
-    Args:
-        q: [T, num_heads, head_dim].
-        kv_cache, block_tables: see `decode_attention.decode`.
-        cu_seqlens_q: [R + 1] int32.
-        seq_lens: [R] int32.
-        out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
-        sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
+    The arguments are those of `decode_attention.decode`, and the lengths of the batch's rows.
     """
     assert q.is_contiguous()
     tensors = q, kv_cache[0], kv_cache[-1], out, sinks

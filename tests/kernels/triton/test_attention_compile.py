@@ -10,6 +10,7 @@ from nanovllm.kernels.triton.online_softmax import PLAIN, Scores
 from tests.kernels.triton.harness import SHARED, compile_launches, relaunches
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+long = pytest.mark.long
 
 
 def meta(*shape, dtype=torch.int32):
@@ -55,9 +56,9 @@ def assert_fits(call, archs):
     ("num_heads", "head_dim", "dtype", "cache_dtype", "block_size", "archs"),
     [
         (16, 128, BF16, BF16, 64, [90]),
-        (16, 128, torch.float32, torch.float32, 64, [90]),
-        (64, 128, BF16, BF16, 256, [100]),
-        (32, 64, BF16, BF16, 16, [80]),
+        pytest.param(16, 128, torch.float32, torch.float32, 64, [90], marks=long),
+        pytest.param(64, 128, BF16, BF16, 256, [100], marks=long),
+        pytest.param(32, 64, BF16, BF16, 16, [80], marks=long),
         (32, 128, BF16, FP8, 64, [90]),
     ],
     ids=str,
@@ -74,10 +75,10 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     ("heads", "scores", "sinks", "archs"),
     [
         ((64, 8, 64), Scores(window=128), True, [80]),
-        ((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90]),
-        ((16, 2, 512), Scores(scale=1.0), False, [100]),
-        ((32, 8, 120), PLAIN, False, [90]),
-        ((20, 1, 576), Scores(scale=0.07, value_dim=512), False, [80]),
+        pytest.param((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90], marks=long),
+        pytest.param((16, 2, 512), Scores(scale=1.0), False, [100], marks=long),
+        pytest.param((32, 8, 120), PLAIN, False, [90], marks=long),
+        pytest.param((20, 1, 576), Scores(scale=0.07, value_dim=512), False, [80], marks=long),
         ((128, 1, 576), Scores(scale=0.07, value_dim=512), False, [90]),
     ],
     ids=str,

@@ -220,7 +220,9 @@ def multiply(rows, outputs, inputs, group, kind, dtype, *extra):
     [
         (1, 4096, 1024, 32, INT4, torch.bfloat16, "minimums"),
         (64, 1024, 3072, 128, INT8, torch.bfloat16),
-        (4096, 4096, 4096, 128, INT4, torch.bfloat16, "zeros"),
+        pytest.param(
+            (4096, 4096, 4096, 128, INT4, torch.bfloat16, "zeros"), marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )

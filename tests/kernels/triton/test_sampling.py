@@ -196,22 +196,6 @@ def test_rows_that_are_no_distribution_get_no_token(value, dtype):
         assert torch.equal(found[1::2], tokens[1::2])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_the_argmax_of_a_block_lies_in_the_vocabulary(value):
-    """Also before a row's largest logit tells that the row is no distribution."""
-    logits = torch.full((1, 4200), value, device=DEVICE)
-    maxima = torch.empty(1, 3, device=DEVICE)
-    argmaxes = torch.full((1, 3), -1, dtype=torch.int32, device=DEVICE)
-    triton_sampling._reduce_blocks[(1, 3)](
-        logits, 4200, 4200, None, None, None, maxima, None, argmaxes, None,
-        GREEDY_BELOW=1e-5, BLOCK=2048, CHUNK=128,
-    )  # fmt: skip
-    assert argmaxes.tolist() == [[0, 2048, 4096]]
-    assert maxima.isinf().all()
-    assert triton_sampling.greedy(logits).tolist() == [NO_TOKEN]
-
-
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_the_sampler_uses_the_kernels_on_a_gpu():
     logits, sampling = randn(8, 5000), make_sampling(8)
