@@ -18,17 +18,15 @@ class Shard:
     """
 
     name: str
-    shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
     target: torch.Tensor
     dim: int = 0
     start: int = 0
+    # Only this index of the tensor's first dimension is read; `dim` does not count it.
     index: int | None = None
-    """Only this index of the tensor's first dimension is read; `dim` does not count it."""
+    # The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose.
     transposed: bool = False
-    """The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose."""
-    optional: bool = False
-    """Whether a checkpoint may lack the tensor: `target` stays as it is then."""
+    optional: bool = False  # whether a checkpoint may lack the tensor: `target` stays as it is then
 
     @property
     def part_shape(self) -> tuple[int, ...]:

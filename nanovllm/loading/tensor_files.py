@@ -43,14 +43,12 @@ class TensorInfo(NamedTuple):
     """What a file's header says of one tensor."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """In safetensors' names, or a GGUF file's type."""
+    dtype: str  # in safetensors' names, or a GGUF file's type
+    # Of the bytes of a GGUF tensor, in which a uint8 parameter takes it.
     blocks_shape: tuple[int, ...] | None = None
-    """Of the bytes of a GGUF tensor, in which a uint8 parameter takes it."""
+    # Whether these bytes can be had in the order of the model's rows and columns.
     has_blocks: bool = True
-    """Whether these bytes can be had in the order of the model's rows and columns."""
-    offset: int = 0
-    """Of its first byte in the file."""
+    offset: int = 0  # of its first byte in the file
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -14,7 +14,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mamba2 import Mamba2, MambaSizes
 from nanovllm.layers.pieces import PiecedLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.short_conv import ShortConv
+from nanovllm.layers.state_layer import ShortConv
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases

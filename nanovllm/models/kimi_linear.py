@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.gated_delta import DeltaSizes
-from nanovllm.layers.kimi_delta import KimiDeltaAttention
+from nanovllm.layers.gated_delta import DeltaSizes, KimiDeltaAttention
 from nanovllm.models.config_fields import config_size
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM

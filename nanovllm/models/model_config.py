@@ -76,24 +76,21 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
-    """If the types of layers differ, that of the layers with full attention."""
-    max_position: int
-    """Positions that the model supports, rope scaling included."""
+    rope: RopeConfig  # if the types of layers differ, that of the layers with full attention
+    max_position: int  # positions that the model supports, rope scaling included
     tie_word_embeddings: bool
     dtype: torch.dtype
-    has_label: bool = False
-    """Whether the head gives one score and not the logits of tokens."""
+    has_label: bool = False  # whether the head gives one score and not the logits of tokens
+    # What config.json says about the form of the weights: `formats.weight_formats` reads it.
     quantization_config: Any = None
-    """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
+    # Module of the class `architecture`. None is that of a family of this folder.
     module: str | None = None
-    """Module of the class `architecture`. None is that of a family of this folder."""
+    # The fields of the text model in config.json, with the family's defaults.
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """The fields of the text model in config.json, with the family's defaults."""
+    # What config.json calls a field, by its common name.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: _Names(), repr=False, compare=False
     )
-    """What config.json calls a field, by its common name."""
 
     @classmethod
     def from_hf(

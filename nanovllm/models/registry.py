@@ -94,12 +94,9 @@ class Supported(NamedTuple):
     """What the docstring of a family's class declares."""
 
     architecture: str
-    family: str
-    """The file in this folder, without ".py"."""
-    models: str
-    """The best-known models."""
-    layers: str
-    """What its layers have, in a phrase."""
+    family: str  # the file in this folder, without ".py"
+    models: str  # the best-known models
+    layers: str  # what its layers have, in a phrase
 
 
 def supported(architecture: str, module: str | None = None) -> Supported:

@@ -165,9 +165,9 @@ class Config:
     """User-defined model family, as "module:Class". None is the checkpoint's."""
     quantization: Annotated[str | None, _quantization] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs
-    the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3); "none"
-    converts the blocks of a GGUF file to the model's dtype; "module:Class" names your own
+    in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" with inputs
+    that the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3);
+    "none" converts the blocks of a GGUF file to the model's dtype; "module:Class" names your own
     `WeightFormat`. None is the form that each weight has in the checkpoint."""
     attention_backend: Annotated[str, _attention_backend] = "auto"
     """Attention backend: "auto" is the first for the device that supports the model; "module:Class"
@@ -187,14 +187,14 @@ class Config:
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
     gpu_memory_utilization: Annotated[float, check_float, 0.01, 1.0] = 0.9
-    """Fraction of each GPU's memory that this engine may use, weights included. On a CPU it is one
-    of the machine's memory, and bounds the KV pool alone."""
+    """Fraction of each GPU's memory that this engine may use, weights included. On a CPU it is a
+    fraction of the machine's memory, and bounds the KV pool alone."""
     tensor_parallel_size: Annotated[int, check_int, 1, 1024] = 1
     """Number of processes that share each layer; above 1, each is a spawned process."""
     distributed_executor_backend: Annotated[str | None, check_choice, EXECUTOR_BACKENDS] = None
-    """Where the processes that share layers run: "mp" spawns them on this machine, "ray" has Ray
-    place them, on other machines too, even if it is one; "uni" is this process alone. None is this
-    process for one, and mp for several."""
+    """Where the processes that share layers run: "mp" spawns them on this machine, "ray" lets Ray
+    place them, even a single one, also on other machines; "uni" is this process alone. None is
+    this process for one, and mp for several."""
     step_runner: Annotated[str | None, check_plugin, "runner"] = None
     """Your own `StepRunner`, as "module:Class", for the steps that fit it; None disables it."""
     enforce_eager: bool = False
@@ -256,9 +256,9 @@ class Config:
     """One or more of your own `LogitsRule` classes, as "module:Class". A request asks for one by
     name in extra_args."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
-    """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
-    tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
-    are not normalised."""
+    """What requests for log-probabilities get: raw values are the model's own; processed ones, of
+    sampled tokens, are taken after rules, temperature and filters, with -inf for tokens that are
+    ruled out. Logits are not normalised."""
     enable_return_routed_experts: bool = False
     """Return which experts each token had, for models that have experts. Steps then run layer by
     layer, and no prefix is taken from the cache."""

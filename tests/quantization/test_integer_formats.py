@@ -18,7 +18,7 @@ from tests.quantization import quantised
 from tests.quantization.integer_cases import CASES, EVERY, FAMILIES, WIDENED, awq, case, gptq
 
 PROMPTS = [[5, 7, 11], random.Random(0).choices(range(1003), k=40)]
-LOADER = "nanovllm.worker.weight_forms"
+LOADER = "nanovllm.worker.model_loader"
 HEADS = "widened to bfloat16 because small linears keep their bits"
 SOME = ("W4A16 g32 asymmetric", "W8A8 static", "GPTQ desc_act", "AWQ g64")
 

@@ -14,9 +14,7 @@ from nanovllm.attention.batch import Batch, HostLengths
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.features.graphs.cpu_graph import CPUGraph
-from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.features.speculation.proposers.head import capture_features
+from nanovllm.features.speculation.proposers.eagle3_head import capture_features, check_eagle3
 from nanovllm.layers.attention import Attention
 from nanovllm.loading.hub import open_checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
@@ -36,19 +34,32 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 CPU = torch.device("cpu")
 PLATFORM = CPUPlatform()
 MAX_LENGTH = 128
+UNSUPPORTED = UnsupportedModelError
 LINEAR_ROPE = {"rope_type": "linear", "factor": 3.0}
 CASES = {
     "plain": {},
-    "norm before residual": {"norm_before_residual": True},
-    "own embedding": {"own_embedding": True},
-    "whole vocabulary": {"draft_vocab_size": None},
-    "head_dim below hidden/heads": {"head_dim": 12},
-    "head_dim from hidden/heads": {"head_dim": None},
-    "one KV head": {"num_key_value_heads": 1},
-    "another hidden size": {"hidden_size": 48, "target_hidden_size": 64, "own_embedding": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "norms of queries and keys": {"qk_norm": True, "model_type": "qwen3"},
-    "rope of its own": {"rope_theta": 500_000.0, "rope_scaling": LINEAR_ROPE},
+    "whole vocabulary, one KV head, head_dim from hidden/heads": {
+        "draft_vocab_size": None,
+        "num_key_value_heads": 1,
+        "head_dim": None,
+    },
+    "norm before residual, biases": {
+        "norm_before_residual": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "another hidden size, own embedding, head_dim below hidden/heads": {
+        "hidden_size": 48,
+        "target_hidden_size": 64,
+        "own_embedding": True,
+        "head_dim": 12,
+    },
+    "norms of queries and keys, rope of its own": {
+        "qk_norm": True,
+        "model_type": "qwen3",
+        "rope_theta": 500_000.0,
+        "rope_scaling": LINEAR_ROPE,
+    },
     "norm before fc": {"norm_before_fc": True},
     "norms of features": {"fc_norm": True},
     "norm of what is fed back": {"norm_output": True, "norm_before_residual": True},
@@ -132,19 +143,6 @@ def make_batch(backend, rows):
         lengths=HostLengths(query_lens, seq_lens),
     )
     return dataclasses.replace(batch, metadata=backend.plan(batch))
-
-
-def batch_to_record(backend, size):
-    """Return a batch of `size` tokens in as many rows, whose tensors `fill` overwrites."""
-    return make_batch(backend, [(0, 0, [0])] * size)
-
-
-def fill(batch, other):
-    """Overwrite the first tokens and rows of `batch` with those of `other`."""
-    for field in dataclasses.fields(Batch):
-        tensor = getattr(other, field.name)
-        if isinstance(tensor, torch.Tensor):
-            getattr(batch, field.name)[: len(tensor)] = tensor
 
 
 class Reference:
@@ -243,11 +241,10 @@ def random_tokens(count, seed):
     return torch.randint(1003, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("form", ["raw", "speculators"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_path):
+def test_logits_of_a_prompt_and_of_chained_steps(case, target_path, tmp_path):
     """Two sequences: their features in two steps, then six steps that are fed back."""
+    form = ("raw", "speculators")[[*CASES].index(case) % 2]
     make_eagle3_checkpoint(tmp_path, target_path, form=form, **CASES[case])
     target, target_config = load_target(target_path)
     head = load_head(tmp_path, target, target_config)
@@ -286,38 +283,19 @@ def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_pa
         assert_close(head.compute_logits(ours), logits, of_largest=1e-4)
 
 
-def test_only_the_outputs_that_are_wanted(target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path)
-    head = load_head(tmp_path, *load_target(target_path))
-    batch = make_batch(bind(head, head.config), [(0, 0, random_tokens(20, 0))])
-    hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    output_indices = torch.tensor([19, 3])
-    some = head(dataclasses.replace(batch, output_indices=output_indices), hidden)
-    assert_close(some, head(batch, hidden)[output_indices], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_both_forms_are_the_same_network(prefix, target_path, tmp_path, caplog):
+def test_both_forms_are_the_same_network(target_path, tmp_path, caplog):
     """Neither says a word about tensors that are not used."""
     target, target_config = load_target(target_path)
     logits = []
     caplog.set_level(logging.WARNING)
     for form in ("raw", "speculators"):
-        make_eagle3_checkpoint(tmp_path / form, target_path, form=form, prefix=prefix)
+        make_eagle3_checkpoint(tmp_path / form, target_path, form=form, prefix="model.")
         head = load_head(tmp_path / form, target, target_config)
         batch = make_batch(bind(head, head.config), [(0, 0, random_tokens(9, 0))])
         hidden = torch.ones(9, 64)
         logits.append(head.compute_logits(head(batch, hidden)))
     assert torch.equal(*logits)
     assert not caplog.records
-
-
-def test_residual_of_speculators_is_normalised_unless_it_says_otherwise(target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path, form="speculators")
-    config = read_json(tmp_path / "config.json")
-    assert not read(config, target_path).norm_before_residual
-    del config["norm_before_residual"]
-    assert read(config, target_path).norm_before_residual
 
 
 def test_ranks_add_their_parts_of_the_features(target_path, tmp_path, monkeypatch):
@@ -345,10 +323,9 @@ def make_target(path, model_type, num_layers=7, **changes):
     return model
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_features_are_hidden_states_of_transformers(model_type, tmp_path):
+def test_features_are_hidden_states_of_transformers(tmp_path):
     """hidden_states[i] of transformers is what enters layer i."""
-    theirs = make_target(tmp_path, model_type)
+    theirs = make_target(tmp_path, "llama")
     model, config = load_target(tmp_path)
     backend = bind(model, config)
     pool = torch.full((40 * 32, 3 * 64), torch.nan)
@@ -366,31 +343,9 @@ def test_features_are_hidden_states_of_transformers(model_type, tmp_path):
 
 
 @native
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_recorded_steps_store_the_same_features(quantization, tmp_path):
-    make_target(tmp_path, "qwen3")
-    model, config = load_target(tmp_path, "bfloat16", quantization=quantization)
-    backend = bind(model, config)
-    pool = torch.zeros(40 * 32, 3 * 64, dtype=torch.bfloat16)
-    capture_features(model, (0, 3, 6), pool)
-    rows = [(0, 0, random_tokens(5, 0)), (1, 0, random_tokens(11, 1))]
-    batch, step = batch_to_record(backend, 25), make_batch(backend, rows)
-    hidden = model(step)
-    unrecorded = pool.clone()
-    pool.zero_()
-    with CPUGraph(25) as recording:
-        recorded = model(batch)
-    fill(batch, step)
-    recording.run(16, 2)
-    assert torch.equal(pool, unrecorded)
-    assert unrecorded.any()
-    assert torch.equal(recorded[:16], hidden)
-
-
-@native
-@pytest.mark.parametrize("case", ["plain", "norm before residual", "norms of features", "biases"])
+@pytest.mark.parametrize("case", ["norm before residual, biases", "norms of features"])
 def test_head_with_the_c_kernels(case, target_path, tmp_path):
-    """In bfloat16 it is near the reference; recorded, it is the same bit for bit."""
+    """In bfloat16 it is near the reference."""
     make_eagle3_checkpoint(tmp_path, target_path, dtype=torch.bfloat16, **CASES[case])
     target, target_config = load_target(target_path, "bfloat16")
     head = load_head(tmp_path, target, target_config, "bfloat16")
@@ -399,21 +354,11 @@ def test_head_with_the_c_kernels(case, target_path, tmp_path):
     features = torch.randn(12, 3 * 64, generator=generator).bfloat16()
     tokens = random_tokens(12, 0)
     hidden = head.combine(features)
-    batch, step = batch_to_record(backend, 20), make_batch(backend, [(0, 0, tokens)])
-    output = head(step, hidden.clone())
+    output = head(make_batch(backend, [(0, 0, tokens)]), hidden.clone())
     reference = make_reference(tmp_path, flat_settings(tmp_path), target_path)
     logits, _ = reference.forward(tokens, reference.combine(features.double()))
-    error = head.compute_logits(output.clone()) - logits
+    error = head.compute_logits(output) - logits
     assert error.abs().max() < 0.05 * logits.abs().max()
-    inputs, given = hidden.new_zeros(20, 64), hidden.new_zeros(20, 3 * 64)
-    with CPUGraph(20) as recording:
-        recorded = head(batch, inputs)
-        combined = head.combine(given)
-    inputs[:12], given[:12] = hidden, features
-    fill(batch, step)
-    recording.run(12, 1)
-    assert torch.equal(recorded[:12], output)
-    assert torch.equal(combined[:12], hidden)
 
 
 # Configs
@@ -454,47 +399,38 @@ def test_eagle_config_counts_in_outputs(target_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("error", "changes", "message"),
     [
-        ({"architectures": ["MedusaModel"]}, "'MedusaModel' is not an EAGLE-3 head"),
-        ({"model_type": "llama4_text"}, "model_type 'llama4_text'"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ({"bias": True}, "bias True"),
-        ({"qkv_bias": True}, "qkv_bias True"),
-        ({"logit_scale": 0.5}, "logit_scale 0.5"),
-        ({"parallel_drafting": True}, "parallel_drafting True"),
-        ({"use_aux_norm": True}, "use_aux_norm True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        (UNSUPPORTED, {"architectures": ["MedusaModel"]}, "'MedusaModel' is not an EAGLE-3 head"),
+        (UNSUPPORTED, {"model_type": "llama4_text"}, "model_type 'llama4_text'"),
+        (UNSUPPORTED, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        (UNSUPPORTED, {"logit_scale": 0.5}, "logit_scale 0.5"),
+        (UNSUPPORTED, {"eagle_config": {"use_aux_hidden_state": False}}, "_hidden_state False"),
+        (UNSUPPORTED, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (UNSUPPORTED, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (UNSUPPORTED, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope scaling 'dyn"),
+        (UNSUPPORTED, {"use_sliding_window": True}, "sliding-window"),
+        (CheckpointError, {"hidden_size": 96}, "for a model with hidden_size 96, but .* has 64"),
+        (CheckpointError, {"target_hidden_size": 128}, "with hidden_size 128, but .* has 64"),
+        (
+            CheckpointError,
+            {"hidden_size": 96, "target_hidden_size": 64},
+            "hidden_size 96 and no embed_tokens",
+        ),
+        (
+            CheckpointError,
+            {"vocab_size": 1000, "draft_vocab_size": 10},
+            "of 1000 tokens, but .* has 1003",
+        ),
+        (CheckpointError, {"draft_vocab_size": 2000}, "must be an integer from 1 to 1003"),
+        (CheckpointError, {"norm_before_residual": "yes"}, "residual must be True or False"),
+        (CheckpointError, {"eagle_config": [1]}, "eagle_config must be an object"),
     ],
     ids=str,
 )
-def test_what_is_not_implemented_is_refused_by_name(changes, message, target_path, tmp_path):
+def test_what_is_refused(error, changes, message, target_path, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        read({**read_json(tmp_path / "config.json"), **changes}, target_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 96}, "for a model with hidden_size 96, but .* has 64"),
-        ({"target_hidden_size": 128}, "for a model with hidden_size 128, but .* has 64"),
-        ({"hidden_size": 96, "target_hidden_size": 64}, "hidden_size 96 and no embed_tokens"),
-        ({"vocab_size": 1000, "draft_vocab_size": 10}, "of 1000 tokens, but .* has 1003"),
-        ({"draft_vocab_size": 2000}, "draft_vocab_size must be an integer from 1 to 1003"),
-        ({"draft_vocab_size": "many"}, "draft_vocab_size must be an integer"),
-        ({"norm_before_residual": "yes"}, "norm_before_residual must be True or False"),
-        ({"eagle_config": [1]}, "eagle_config must be an object"),
-    ],
-    ids=str,
-)
-def test_a_head_for_another_model_is_refused(changes, message, target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(error, match=message):
         read({**read_json(tmp_path / "config.json"), **changes}, target_path)
 
 
@@ -510,12 +446,9 @@ def test_forms_of_speculators_that_are_no_eagle3(target_path, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc__weight": None}, r"missing fc.weight \(64, 192\)"),
         ({"midlayer__hidden_norm__weight": None}, "missing midlayer.hidden_norm.weight"),
-        ({"lm_head__weight": None}, "missing lm_head.weight"),
         ({"d2t": None}, "missing d2t"),
         ({"mask_hidden": torch.zeros(1, 192)}, "unexpected mask_hidden"),
-        ({"fc__bias": torch.zeros(64)}, "unexpected fc.bias"),
         ({"fc__weight": torch.zeros(64, 128)}, "misshapen fc.weight"),
         ({"d2t": torch.zeros(334)}, "d2t has dtype F32, must have I64 or I32"),
         ({"layers__0__hidden_norm__weight": torch.zeros(64)}, "unexpected layers.0.hidden_norm"),
@@ -530,7 +463,7 @@ def test_a_tensor_that_does_not_match_is_named(changes, message, target_path, tm
         load_head(tmp_path, target, target_config)
 
 
-@pytest.mark.parametrize("difference", [-1, 1003, 2**62])
+@pytest.mark.parametrize("difference", [-1, 2**62])
 def test_draft_ids_that_are_no_tokens(difference, target_path, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
     d2t = torch.zeros(334, dtype=torch.int64)
@@ -543,8 +476,12 @@ def test_draft_ids_that_are_no_tokens(difference, target_path, tmp_path):
 
 
 def test_a_trained_embedding_must_be_there(target_path, tmp_path):
+    """And the residual of speculators is normalised unless it says otherwise."""
     make_eagle3_checkpoint(tmp_path, target_path, form="speculators")
     config = read_json(tmp_path / "config.json")
+    assert not read(config, target_path).norm_before_residual
+    del config["norm_before_residual"]
+    assert read(config, target_path).norm_before_residual
     write_json(tmp_path / "config.json", {**config, "embed_requires_grad": True})
     target, target_config = load_target(target_path)
     with pytest.raises(CheckpointError, match="missing embed_tokens.weight"):
