@@ -205,7 +205,7 @@ def test_sleep_gives_memory_back(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     before = [each.token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
     network = llm.engine.executor._runner.network  # type: ignore[attr-defined]
-    weights = HeldWeights([network.model]).num_bytes
+    weights = sum(each.nbytes for each in HeldWeights([network.model]).tensors)
     assert weights > 30 * 2**20
     pages = sum(-(-508 // network.backend.block_size) for _ in prompts) * network.block_bytes
     for level in (1, 2):
