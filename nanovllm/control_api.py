@@ -93,9 +93,9 @@ class ModelMethods:
 
     @property
     def _profile(self) -> "Profile":
-        from nanovllm.features.observe.profile import profile_of
+        from nanovllm.features.observe.profile import Profile
 
-        return profile_of(self.engine)
+        return Profile(self.engine)
 
 
 class WeightMethods(ModelMethods):

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import LLMEngine, Observer
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY
 

@@ -37,7 +37,7 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
-    "chat": Folder("loading options utils.forked", torch=False),
+    "chat": Folder("loading options utils.process", torch=False),
     "loading": Folder("demo_model options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "kv": Folder("", torch=False),
@@ -67,8 +67,8 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm loading.download loading.files "
-        "loading.hub options prove ray.row_pool router server utils worker.model_report",
+        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
+        "worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
@@ -83,7 +83,7 @@ FOLDERS = {
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "attention loading quantization layers lora models options platform pooling "
-        "routing speculation graphs structured tiers utils worker",
+        "speculation graphs structured tiers training utils worker",
         torch=True,
     ),
     "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
@@ -92,7 +92,6 @@ FOLDERS = {
     "speculation": Folder(
         "attention loading kernels kv layers models options graphs utils worker", torch=True
     ),
-    "routing": Folder("kernels layers worker", torch=True),
     "training": Folder(
         "loading engine quantization kernels layers models options utils worker", torch=True
     ),
@@ -133,13 +132,18 @@ def folder_of(module: str) -> str:
     return "values" if top in VALUES else "front" if top in FRONT else top
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, types: bool = False) -> Iterator[str]:
     """Yield the modules that a file imports; a name that is a module counts as that module.
 
     Args:
         types: whether what only type checkers import counts.
     """
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     for node in ast.walk(tree) if types else run_time_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -153,11 +157,12 @@ def imports(path: Path, *, types: bool = False) -> Iterator[str]:
 
 def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes but those under `if TYPE_CHECKING:`."""
-    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
-        return
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        yield from run_time_nodes(child)
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            nodes += ast.iter_child_nodes(node)
 
 
 MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
@@ -236,7 +241,7 @@ def path_of(module: str) -> str:
 def test_a_public_class_has_a_name_of_its_own() -> None:
     found: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(name)
     assert not {name: where for name, where in found.items() if len(where) > 1}
@@ -263,7 +268,7 @@ def test_functions_are_short() -> None:
 
 
 def python_functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node.name, node.end_lineno - node.lineno + 1
@@ -283,7 +288,7 @@ def c_functions(path: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     "module",
-    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.loading.hub"],
+    ["nanovllm", "nanovllm.scheduler.scheduler", "nanovllm.loading.hub"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

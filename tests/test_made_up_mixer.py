@@ -226,16 +226,3 @@ def test_memory_of_states(model: str, make_llm: Any) -> None:
     assert found["states"] == [{"num_layers": 2, **state}]
     assert found["attention"][0]["num_layers"] == 1
     assert found["memory"]["state_bytes"] == 2 * (64 * 4 + 8)
-
-
-def test_bits_do_not_depend_on_the_batch(model: str, make_llm: Any) -> None:
-    """bfloat16 with the native kernels, states in chunks of any size."""
-    options = {**OPTIONS, "dtype": "bfloat16", "kvcache_block_size": 32}
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
-    prompts = [prompt for prompt, _ in REQUESTS]
-    found = []
-    for batched in (7, 64):
-        llm = make_llm(model, **options, max_num_batched_tokens=batched)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found.append([(output.token_ids, output.outputs[0].logprobs) for output in outputs])
-    assert found[0] == found[1]

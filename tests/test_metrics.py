@@ -46,6 +46,7 @@ def test_times_are_in_order(make_llm: Any, random_model: str) -> None:
 def test_one_token_has_no_time_per_output_token(llm: LLM) -> None:
     (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=1))])
     assert output.metrics.time_per_output_token is None
+    assert output.metrics.drafts == DraftCounts()
     assert output.metrics.first_token_time == output.metrics.last_token_time
 
 
@@ -78,8 +79,3 @@ def test_drafts_of_all_continuations_are_counted(make_llm: Any, random_model: st
     assert last.num_draft_tokens >= last.num_accepted_tokens > 20
     assert sum(last.num_accepted_tokens_per_pos) == last.num_accepted_tokens
     assert len(last.num_accepted_tokens_per_pos) == 3
-
-
-def test_without_speculation_there_are_no_drafts(llm: LLM) -> None:
-    (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=4))])
-    assert output.metrics.drafts == DraftCounts()

@@ -76,16 +76,18 @@ def with_thinking(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
-def completed(tools: Any) -> Any:
-    """Return tools whose functions have a description and parameters, as some templates demand."""
+def completed(tools: Any, *, parameters: bool = True) -> Any:
+    """Return tools whose functions have a description, as some templates demand, and parameters."""
     if not isinstance(tools, list | tuple):
         return tools
     found = []
     for tool in map(fields_of, tools):
         function = fields_of(tool.get("function")) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping):
-            parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-            function = {"description": "", **function, "parameters": parameters}
+            function = {"description": "", **function}
+            if parameters:
+                given = function.get("parameters") or {}
+                function["parameters"] = {"type": "object", "properties": {}, **given}
             tool = {**tool, "function": function}
         found.append(tool)
     return found
@@ -253,11 +255,7 @@ def for_harmony(
     for message in plain:
         if message.get("tool_calls") and message.get("thinking") and message.get("content"):
             message["thinking"] += f"\n{message.pop('content')}"
-    described = [fields_of(tool) for tool in tools or ()]
-    for index, tool in enumerate(described):
-        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
-            described[index] = {**tool, "function": {"description": "", **tool["function"]}}
-    return plain, described or tools
+    return plain, completed(tools, parameters=False)
 
 
 def _one_call_each(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:

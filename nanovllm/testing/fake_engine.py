@@ -25,7 +25,7 @@ from nanovllm.core.messages import (
     StepResult,
 )
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.windows import WindowSpec, num_tables
+from nanovllm.core.worker_info import WindowSpec, num_tables
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.group import KVCacheGroup

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.core.worker_info import WindowSpec, pages_for
 from nanovllm.features.speculation import drafting
 from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.kv.eviction import EvictionOrder

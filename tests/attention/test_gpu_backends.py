@@ -327,7 +327,7 @@ def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
     assert isinstance(select_backend(spec, GPU.attention_backends(TritonKernels())), TritonBackend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    rule = "needs a GPU of compute capability 8.9 .* triton: compute capability 8.6 is below 8.9"
+    rule = r"needs a GPU of compute capability 8.9 .*\(triton: compute capability 8.6 is below 8.9"
     with pytest.raises(ConfigError, match=rule):
         select_backend(spec, GPU.attention_backends(TritonKernels()))
 
@@ -371,41 +371,6 @@ def test_triton_serves_a_cpu_only_interpreted(a_gpu, monkeypatch):
 
 
 # --- the engine
-
-
-@pytest.mark.long  # test_cuda_graph.py has an engine with all Triton kernels
-def test_the_engine_generates_the_same_tokens(monkeypatch):
-    """With the shipped model: chunks of a prompt beside a row that decodes, then a prefix hit."""
-    options = {
-        "dtype": "float32",
-        "max_model_len": 64,
-        "max_num_batched_tokens": 4,
-        "kvcache_block_size": 4,
-        "native_kernels": False,
-    }
-    prompts = ["A block table", "A block table maps"]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2)]
-
-    def tokens():
-        llm = LLM(demo_model.MODEL, **options)
-        try:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            outputs += llm.generate("A block table maps the positions", params[1], use_tqdm=False)
-            return [output.token_ids for output in outputs]
-        finally:
-            llm.shutdown()
-
-    expected = tokens()
-    made = []
-
-    def triton_backend(spec, kernels):
-        assert TritonBackend.unsupported(spec) is None
-        made.append(TritonBackend(spec))
-        return made[-1]
-
-    monkeypatch.setattr(attention_groups, "select_backend", triton_backend)
-    assert tokens() == expected
-    assert made
 
 
 class RoundingBackend(TorchBackend):

@@ -8,7 +8,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
-from tests.closeness import assert_close
 from tests.layers import mixer_cases
 
 SIZES = [
@@ -38,17 +37,15 @@ def make_theirs(sizes, grouped):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=["1 to 1", "1 to 2", "1 to 4"])
 def test_as_transformers(sizes, grouped, num_ranks, tmp_path, monkeypatch):
-    """Rows side by side, cut into steps anywhere; the ranks' outputs add up."""
     theirs = make_theirs(sizes, grouped)
-    sequences = mixer_cases.inputs(sizes.hidden_size)
-    total = [0.0] * len(sequences)
-    for rank in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.gated_delta", num_ranks):
-        mixer = mixer_cases.load(GatedDeltaNet(sizes, 1e-3, grouped=grouped), theirs, tmp_path)
-        found = mixer_cases.run_in_steps(mixer, sequences, rank)
-        total = [before + here for before, here in zip(total, found, strict=True)]
-    for tokens, found in zip(sequences, total, strict=True):
-        expected = theirs(tokens[None])[0]
-        assert_close(found, expected, of_largest=1e-5)
+    ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.gated_delta", num_ranks)
+    mixer_cases.assert_as_transformers(
+        lambda: GatedDeltaNet(sizes, 1e-3, grouped=grouped),
+        theirs,
+        sizes.hidden_size,
+        ranks,
+        tmp_path,
+    )
 
 
 def test_heads_that_the_ranks_cannot_split(monkeypatch):

@@ -6,13 +6,11 @@ from transformers import AutoConfig
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
-from nanovllm.layers.gated_delta import DeltaSizes
-from nanovllm.layers.kimi_delta import KimiDeltaAttention
-from tests.closeness import assert_close
+from nanovllm.layers.gated_delta import DeltaSizes, KimiDeltaAttention
 from tests.layers import mixer_cases
 
 SIZES = DeltaSizes(40, 4, 4, 6, 6, 3)
-MODULE, BASE = "nanovllm.layers.kimi_delta", "nanovllm.layers.gated_delta"
+MODULE = "nanovllm.layers.gated_delta"
 KINDS = {
     "Kimi-Linear": {"low_rank": True, "wide_log": True},
     "Ling 3": {"low_rank": False, "bound": -4.0},
@@ -62,18 +60,16 @@ class Published:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_transformers(kind, num_ranks, tmp_path, monkeypatch):
-    """Rows side by side, cut into steps anywhere; the ranks' outputs add up."""
     theirs = make_theirs(**KINDS[kind])
-    sequences = mixer_cases.inputs(SIZES.hidden_size)
-    total = [0.0] * len(sequences)
-    for rank in mixer_cases.on_ranks(monkeypatch, MODULE, num_ranks, BASE):
-        mixer = KimiDeltaAttention(SIZES, 1e-3, **KINDS[kind])
-        mixer_cases.load(mixer, Published(theirs), tmp_path)
-        found = mixer_cases.run_in_steps(mixer, sequences, rank)
-        total = [before + here for before, here in zip(total, found, strict=True)]
-    for tokens, found in zip(sequences, total, strict=True):
-        expected = theirs(tokens[None])
-        assert_close(found, expected[0], of_largest=1e-5)
+    ranks = mixer_cases.on_ranks(monkeypatch, MODULE, num_ranks)
+    mixer_cases.assert_as_transformers(
+        lambda: KimiDeltaAttention(SIZES, 1e-3, **KINDS[kind]),
+        theirs,
+        SIZES.hidden_size,
+        ranks,
+        tmp_path,
+        Published(theirs),
+    )
 
 
 def test_small_parts_keep_their_dtype():

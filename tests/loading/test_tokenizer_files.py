@@ -1,17 +1,12 @@
 """tokenizer.json is what splits text, whatever class of transformers a checkpoint names."""
 
-import copy
-import functools
 import json
 import logging
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer
 
 from nanovllm.engine.detokenizer import Detokenizer
@@ -34,8 +29,6 @@ TEXTS = [
     "<|user|>hello<|end|> hello<|end|>\n<s>[INST] x",
     "<|im_start|>user\nhi<|im_end|>\n<think> so</think><|endoftext|>",
 ]
-CLASSES: list[Any] = sorted({name for family in FAMILIES.values() for name in family.classes})
-CLASSES += [None, "NoSuchTokenizer", 5]
 
 
 def write(path: Path, tokenizer: Tokenizer, **config: Any) -> Path:
@@ -66,7 +59,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool) -> str:
 
 
 def test_every_family_has_a_tokenizer_here() -> None:
-    encoders = {"bert", "roberta"}  # they write no text: tests/pooling/test_encoders.py
+    encoders = {"bert"}  # they write no text: tests/pooling/test_encoders.py
     assert FAMILIES.keys() == set(MODULES.values()) - encoders
 
 
@@ -86,7 +79,7 @@ def test_ids_and_text_are_those_of_the_file_under_every_class_name(
             for text in TEXTS
             for adds in (True, False)
         ]
-        for name in CLASSES:
+        for name in (*FAMILIES[family].classes, None, "NoSuchTokenizer", 5):
             write(tmp_path, made, tokenizer_class=name, **settings_of(made))
             found = read(tmp_path)
             for ids, decoded, adds, text in expected:
@@ -319,81 +312,3 @@ def test_a_file_that_contradicts_itself(tmp_path: Path, change: str, said: str) 
     with pytest.raises(CheckpointError, match=said) as raised:
         read(tmp_path)
     assert f"{tmp_path}: tokenizer.json is invalid" in str(raised.value)
-
-
-VALUES = [None, True, -1, 0, 3, 2**31, 1e9, "", "▁", "<s>", "re(", [], {}, [["a", "b"]], {"a": 0}]
-
-
-@functools.cache
-def text_of(make: Callable[[], Tokenizer]) -> str:
-    return make().to_str()
-
-
-@st.composite
-def mutated(draw: Any) -> str:
-    """Return a tokenizer.json with one to three values removed, replaced or swapped."""
-    content = json.loads(text_of(draw(st.sampled_from([LLAMA_2, LLAMA_3]))))
-    for _ in range(draw(st.integers(1, 3))):
-        at: Any = content
-        while True:
-            keys = [*at] if isinstance(at, dict) else [*range(len(at))]
-            if not keys:
-                break
-            key = draw(st.sampled_from(keys))
-            if not isinstance(at[key], dict | list) or draw(st.integers(0, 3)) == 0:
-                action = draw(st.sampled_from(["drop", "set", "swap"]))
-                if action == "drop":
-                    del at[key]
-                elif action == "set":
-                    at[key] = copy.deepcopy(draw(st.sampled_from(VALUES)))
-                else:
-                    other = draw(st.sampled_from(keys))
-                    at[key], at[other] = at[other], at[key]
-                break
-            at = at[key]
-    text = json.dumps(content)
-    cut = draw(st.integers(-40, len(text)))
-    return text if cut < 0 or draw(st.booleans()) else text[:cut]
-
-
-def test_a_mutation_is_refused_or_read_as_it_is(tmp_path: Path) -> None:
-    """`FUZZ_EXAMPLES` many; each id is the one that the file says."""
-    refused = 0
-
-    @settings(
-        max_examples=int(os.environ.get("FUZZ_EXAMPLES", "60")),
-        deadline=None,
-        database=None,
-        derandomize="FUZZ_EXAMPLES" not in os.environ,
-    )
-    @given(mutated())
-    def run(text: str) -> None:
-        nonlocal refused
-        (tmp_path / "tokenizer.json").write_text(text)
-        try:
-            found = read(tmp_path)
-        except CheckpointError as error:
-            refused += 1
-            said = str(error)
-        else:
-            said = ""
-        if said:
-            assert "tokenizer.json" in said
-            assert len(said) < 1000
-            return
-        content = json.loads(text)
-        right = Tokenizer.from_str(text)
-        right.no_truncation()
-        right.no_padding()
-        for sample in TEXTS:
-            ids = right.encode(sample).ids
-            assert found.encode(sample) == ids
-            assert found.decode(ids) == right.decode(ids, skip_special_tokens=False)
-        model = content["model"]["vocab"]
-        if isinstance(model, dict):
-            assert len({*model.values()}) == len(model)
-        for token in content.get("added_tokens", []):
-            assert found.get_vocab().get(token["content"], token["id"]) == token["id"]
-
-    run()
-    assert refused

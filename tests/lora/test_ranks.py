@@ -11,7 +11,7 @@ from nanovllm.core.messages import AdapterSlot
 from nanovllm.features.lora.adapter_registry import adapter_linears
 from nanovllm.features.lora.layer_parts import layer_targets
 from nanovllm.features.lora.peft_files import Factors, read_adapter
-from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.lora.rank_adapters import AdapterSlots
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.models.registry import read_config

@@ -25,35 +25,21 @@ from tests.models.comparison import (  # noqa: F401
 
 QWEN3_MOE = {
     "8 experts": {},
-    "normalized weights": {"norm_topk_prob": True},
     "all experts chosen": {"num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "one expert chosen": {"num_experts_per_tok": 1, "norm_topk_prob": False},
-    "one expert chosen, normalized": {"num_experts_per_tok": 1, "norm_topk_prob": True},
-    "many experts": {"num_experts": 40, "num_experts_per_tok": 8},
-    "every second layer": {"decoder_sparse_step": 2, "num_hidden_layers": 3},
-    "dense layers": {"mlp_only_layers": [0, 2], "num_hidden_layers": 3},
+    "many experts": {"num_experts": 40, "num_experts_per_tok": 8, "attention_bias": True},
     "dense layers and steps": {
         "mlp_only_layers": [1],
         "decoder_sparse_step": 2,
         "num_hidden_layers": 4,
     },
-    "biases": {"attention_bias": True},
-    "tied head": {"tie_word_embeddings": True},
-    "odd intermediate size": {"moe_intermediate_size": 7},
+    "odd intermediate size": {"moe_intermediate_size": 7, "tie_word_embeddings": True},
 }
 MIXTRAL = {
     "8 experts": {},
-    "4 experts": {"num_local_experts": 4},
-    "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1},
-    "one expert chosen": {"num_experts_per_tok": 1},
-    "three experts chosen": {"num_experts_per_tok": 3},
-    "all experts chosen": {"num_local_experts": 5, "num_experts_per_tok": 5},
-    "many experts": {"num_local_experts": 33, "num_experts_per_tok": 6},
-    "tied head": {"tie_word_embeddings": True},
-    "untied head": {"tie_word_embeddings": False},
-    "three layers": {"num_hidden_layers": 3},
-    "odd intermediate size": {"intermediate_size": 13},
-    "head_dim above hidden/heads": {"head_dim": 64},
+    "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    "many experts": {"num_local_experts": 33, "num_experts_per_tok": 6, "num_hidden_layers": 3},
+    "odd sizes": {"intermediate_size": 13, "head_dim": 64, "num_experts_per_tok": 3},
 }
 CASES = {
     f"{model_type} {name}": (model_type, settings)
@@ -150,9 +136,6 @@ def test_the_name_of_the_number_of_experts_in_transformers_4(tmp_path):
     ("case", "change", "error"),
     [
         ("mixtral 8 experts", {"num_experts_per_tok": 9}, CheckpointError),
-        ("mixtral 8 experts", {"num_local_experts": 2**40}, CheckpointError),
-        ("qwen3_moe 8 experts", {"num_experts_per_tok": 9}, CheckpointError),
-        ("qwen3_moe 8 experts", {"norm_topk_prob": "no"}, CheckpointError),
         ("qwen3_moe 8 experts", {"mlp_only_layers": 3}, CheckpointError),
         ("qwen3_moe 8 experts", {"decoder_sparse_step": 0}, CheckpointError),
         ("qwen3_moe 8 experts", {"num_local_experts": 9}, CheckpointError),  # 8 have weights

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanovllm import SamplingParams
-from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import pages_for
 from nanovllm.features.quantization.integer import IntWeight
 from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint, weight_files

@@ -5,7 +5,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
 from nanovllm.apps.server.output_parsers.parts import ReasoningDelta, TextDelta, ToolCallStart
-from nanovllm.apps.server.protocol.chat import FunctionName
+from nanovllm.apps.server.protocol import FunctionName
 from tests.server.output_parsers.test_answer_format import (
     CALLS,
     CITY,

@@ -62,12 +62,10 @@ class EngineProcess:
         if api_keys:
             self.client.headers["Authorization"] = f"Bearer {api_keys[0]}"
         self.is_stopping = False
-        """Whether we end the process, if it ends."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process."""
         environment = {**os.environ}
         environment.pop(API_KEY_VARIABLE, None)  # a key may have a comma
         self._process = await asyncio.create_subprocess_exec(
@@ -86,7 +84,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         assert self._process is not None
         return self._process.pid
 
@@ -95,11 +92,7 @@ class EngineProcess:
         return self._process is not None and self._process.returncode is None
 
     async def wait_until_ready(self) -> None:
-        """Return when the model is loaded.
-
-        Raises:
-            ServerError: the process ended, with the reason from its log.
-        """
+        """Return when the model is loaded; raise ServerError if the process ends."""
         while True:
             if not self.is_alive:
                 raise ServerError(await self.reason())

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.server.admission import AnswerBudget, BodyBudget
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, Guard
 from nanovllm.apps.server.error_bodies import APIError, route_path
-from nanovllm.apps.server.generation import Guard
 from nanovllm.apps.server.json_route import check_content_type, parse
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.sse import error_frames
@@ -28,9 +27,8 @@ _OF_CONNECTION = frozenset(
     }
 )
 """Headers that are not passed on: RFC 9110, section 7.6.1."""
-_OF_LOG = frozenset({b"x-request-id", b"traceparent"})
-_OF_REQUEST = _OF_CONNECTION | _OF_LOG | {b"host", b"content-length", b"expect"}
-_OF_ANSWER = _OF_CONNECTION | _OF_LOG | {b"date", b"request-id"}
+_OF_REQUEST = _OF_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id"}
+_OF_ANSWER = _OF_CONNECTION | {b"date", b"request-id", b"x-request-id"}
 """The server that sends it adds its own."""
 
 
@@ -77,11 +75,7 @@ class Proxy:
             await answer.end()
 
     async def _name(self, scope: Scope, body: bytes) -> str | None:
-        """Return the model that a request names.
-
-        Raises:
-            APIError: status 400 or 415, the body is not JSON.
-        """
+        """Return the model that a request names; raise APIError if the body is not JSON."""
         if self._has_json:
             check_content_type(Headers(scope=scope))
             is_large = len(body) > _LARGE_BYTES
@@ -136,11 +130,7 @@ class _Answer:
         self._sender: asyncio.Task[None] | None = None
 
     async def pass_on(self, client: httpx.AsyncClient, request: httpx.Request) -> None:
-        """Send a request to the engine, and the client what comes back, piece by piece.
-
-        Raises:
-            httpx.HTTPError: the engine has died.
-        """
+        """Send a request to the engine, and the client what comes back, piece by piece."""
         response = await client.send(request, stream=True)
         async with contextlib.aclosing(response):
             headers = _passed(response.headers.raw, _OF_ANSWER)
@@ -180,11 +170,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def break_off(self, error: APIError) -> None:
-        """Tell the client of an error.
-
-        An answer that has begun and is no stream stays without its end, and its connection is
-        closed.
-        """
+        """Report an error to the client; an answer that has begun and is no stream is cut off."""
         if not self._has_started:
             raise error
         if self._is_stream:
@@ -219,8 +205,6 @@ def for_engine(scope: Scope, body: bytes) -> httpx.Request:
     headers = _passed(scope["headers"], _OF_REQUEST)
     if (record := record_of(scope)) is not None:  # then both logs have one id
         headers.append((b"x-request-id", record.request_id.encode()))
-        if record.traceparent is not None:
-            headers.append((b"traceparent", record.traceparent.encode()))
     return httpx.Request(
         scope["method"],
         "http://localhost",

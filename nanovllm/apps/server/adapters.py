@@ -85,11 +85,7 @@ class Adapters:
             self._forget(old)
 
     def unload(self, name: str) -> None:
-        """Let no request name an adapter any more; those that were admitted keep it.
-
-        Raises:
-            APIError: status 403, none may be unloaded; status 404, there is no such adapter.
-        """
+        """Let no request name an adapter any more; those that were admitted keep it."""
         self._check_allowed()
         found = self.by_name.get(name)
         if found is None:

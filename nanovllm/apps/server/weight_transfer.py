@@ -21,10 +21,7 @@ class WeightTransfer:
     ) -> None:
         """Leave the trainer of before, and give up its update; join another one.
 
-        Arguments are those of `TransferGroup`.
-
-        Raises:
-            TransferError: the trainer cannot be reached.
+        Arguments and errors are those of `TransferGroup`.
         """
         async with self._lock:
             self._leave()
@@ -67,7 +64,6 @@ class WeightTransfer:
                 raise
 
     async def leave(self) -> None:
-        """Leave the trainer."""
         async with self._lock:
             self._leave()
 

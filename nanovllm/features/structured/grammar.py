@@ -56,11 +56,9 @@ _Key = tuple[str, str, bool]
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps them, or why they are refused.
+    """Compiles grammars for one tokenizer, and keeps them, or why they are refused. Thread-safe.
 
-    Several threads may use it at the same time.
-
-    A pickled copy has the tokenizer's text, an empty cache, and logs nothing.
+    A pickled copy has the tokenizer's text and an empty cache, and logs nothing.
 
     Args:
         tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
@@ -97,11 +95,7 @@ class GrammarCompiler:
         return -(-self._vocab_size // 32) * 4
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Return a new matcher, which has consumed no token.
-
-        Raises:
-            InvalidRequestError: as for `compile`.
-        """
+        """Return a new matcher, which has consumed no token; raise as `compile` does."""
         return self.compile(params).deep_copy()
 
     def compile(self, params: StructuredOutputsParams) -> "LLMatcher":
@@ -124,7 +118,7 @@ class GrammarCompiler:
         return found
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
-        """Return whether `compile` only has to find it. Never waits for another thread."""
+        """Whether `compile` only has to find it. Never waits for another thread."""
         return _key(params) in self._compiled
 
     def _keep(self, key: _Key, found: "LLMatcher | str") -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from nanovllm.engine.commands import fulfil
+from nanovllm.engine.engine_thread import fulfil
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.features.training.packets import NamedTensor, Packet

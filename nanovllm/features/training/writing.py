@@ -13,8 +13,8 @@ from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import LinearMethod
 from nanovllm.layers.linear import base_method
 from nanovllm.loading.shards import Shard
+from nanovllm.worker.model_loader import pack
 from nanovllm.worker.network import Network
-from nanovllm.worker.weight_forms import pack
 
 
 def write(weight: Weight, values: torch.Tensor, network: Network) -> None:

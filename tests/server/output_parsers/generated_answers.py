@@ -10,8 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
-from nanovllm.apps.server.output_parsers.harmony import TAGS as HARMONY_TAGS
-from nanovllm.apps.server.output_parsers.muse import TAGS as MUSE_TAGS
+from nanovllm.apps.server.output_parsers.channels import HARMONY_TAGS, MUSE_TAGS
 from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.output_parsers.reasoning import (
     COHERE,
@@ -548,7 +547,7 @@ FAMILIES = {
 
 def harmony_answer(rng: Random) -> Answer:
     """Return an answer of gpt-oss: messages in channels."""
-    start, channel, constrain, message, end, call_end, _ = HARMONY_TAGS
+    start, message, end, call_end, _, channel, constrain = HARMONY_TAGS
     tags = HARMONY_TAGS if rng.random() < 0.5 else ()
     calls = (
         some_calls(rng, lambda text: bool(tags) or "<|" not in text) if rng.random() < 0.8 else []

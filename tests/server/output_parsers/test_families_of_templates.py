@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from nanovllm.apps.server.output_parsers import tool_formats
-from nanovllm.apps.server.output_parsers.muse import MuseParser
+from nanovllm.apps.server.output_parsers.channels import MuseParser
 from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.apps.server.output_parsers.pythonic_calls import LlamaPythonicParser
-from nanovllm.apps.server.output_parsers.template_marks import find_tool_format
+from nanovllm.apps.server.output_parsers.tool_formats import find_tool_format
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.errors import InvalidRequestError
 from tests.chat.family_templates import TEMPLATES
@@ -220,14 +219,14 @@ def test_the_parser_reads_what_the_prompt_shows(chat: ChatTemplates, family: str
     assert found is (None if name is None else getattr(tool_formats, name))
     if found is None:
         return
-    read = MuseParser if family == "Muse Glimmer" else found.parser
     functions = [SimpleNamespace(**each["function"]) for each in TOOLS]
     beside = {**ROME, "content": "Let me look."}
-    for message in (ROME,) if read is LlamaPythonicParser else (ROME, beside):
+    for message in (ROME,) if name == "LLAMA_PYTHONIC" else (ROME, beside):
         before = render(chat, family, [ASKED], TOOLS).rstrip().removesuffix("<think>")
         text = render(chat, family, [ASKED, message, SUN], TOOLS)
         assert text.startswith(before)
-        parser = read(marked=(), functions=functions)
+        is_muse = family == "Muse Glimmer"
+        parser = MuseParser(functions=functions) if is_muse else found.parser(found.tags, functions)
         parts = parser.feed(text.removeprefix(before)) + parser.finish(cut=False)
         assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["find_weather"]
         written = "".join(part.text for part in parts if isinstance(part, ToolCallArguments))

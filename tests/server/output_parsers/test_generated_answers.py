@@ -1,4 +1,4 @@
-"""Answers that were generated mean what was meant, however they arrive.
+"""Answers that were generated mean what was meant, however they arrive; so do broken ones.
 
 `FUZZ_EXAMPLES=2000 pytest tests/server/output_parsers/test_generated_answers.py` makes that many
 for each family.
@@ -7,41 +7,41 @@ for each family.
 import json
 import os
 import time
-from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
-from nanovllm.apps.server.output_parsers.harmony import HarmonyParser
-from nanovllm.apps.server.output_parsers.muse import MuseParser
-from nanovllm.apps.server.output_parsers.parts import (
-    PartsReader,
-)
+from nanovllm.apps.server.output_parsers.channels import HarmonyParser, MuseParser
+from nanovllm.apps.server.output_parsers.parts import PartsReader
 from nanovllm.apps.server.output_parsers.reasoning import HARMONY, MUSE, ReasoningParser
-from nanovllm.apps.server.output_parsers.tool_formats import TOOL_FORMATS
+from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.output_parsers.generated_answers import FAMILIES, Answer, Family, answer
-from tests.server.output_parsers.helpers import Split, split
+from tests.server.output_parsers.helpers import Split, make_parser, split
 
-NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 4))
-EVERY_CUT = 100
-"""So many answers of a family are cut at every place; the others at some, as that takes hours."""
+NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 6))
+NUM_CUTS = 100 if "FUZZ_EXAMPLES" in os.environ else 12
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
+NOISE = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "</", "<|", "|>", "```", "json", "{}"),
+    *('{"name": "f", "arguments": {', '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "="),
+    *("f", "1", "é🌧", "null", "None", "\n", " ", ";", TOKEN_MARK, "assistant", " to=f", "thought"),
+    *("analysis", "final", "commentary", "{1, 2}", "('x')", "</parameter>", "call:f{", "?"),
+)
 
 
 def parse(family: Family, given: Answer, pieces: list[str], *, cut: bool = False) -> Split:
     reasoning: PartsReader | None = None
     tools = None
+    options = {"started": given.started, "marked": given.marked}
     if family.thought is HARMONY:
-        reasoning = HarmonyParser(started=given.started, marked=given.marked)
+        reasoning = HarmonyParser(**options)
     elif family.thought is MUSE:
-        reasoning = MuseParser(
-            started=given.started, marked=given.marked, functions=given.functions
-        )
+        reasoning = MuseParser(functions=given.functions, **options)
     else:
-        tools = TOOL_FORMATS[family.tools].parser(given.marked, given.functions)
+        tools = make_parser(family.tools, given.functions, marked=given.marked)
         if family.thought is not None:
-            reasoning = ReasoningParser(family.thought, started=given.started, marked=given.marked)
+            reasoning = ReasoningParser(family.thought, **options)
     parser = AnswerParser(reasoning, tools, several=True)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish(cut=cut)
     return split(parts)
@@ -61,10 +61,7 @@ def test_answers_mean_what_was_meant(name: str) -> None:
         meant = [(called, json.dumps(arguments)) for called, arguments in given.calls]
         assert (thoughts, said, read) == (given.reasoning, given.said, meant), context
         assert parse(family, given, list(text)) == found, context
-        places: Sequence[int] = range(1, len(text))
-        if index >= EVERY_CUT:
-            places = rng.sample(places, min(9, len(places)))
-        for cut in places:
+        for cut in rng.sample(range(len(text)), min(NUM_CUTS, len(text))):
             assert parse(family, given, [text[:cut], text[cut:]]) == found, (cut, context)
         for cut in rng.sample(range(len(text) + 1), min(3, len(text) + 1)):
             whole = parse(family, given, [text[:cut]], cut=True)
@@ -76,3 +73,30 @@ def test_answers_mean_what_was_meant(name: str) -> None:
                     assert one[0] == other[0], (cut, context)
                     assert other[1].startswith(one[1]), (cut, context)
                 assert len(whole[2]) <= len(calls), (cut, context)
+
+
+def broken(family: Family, given: Answer, rng: Random) -> str:
+    """Return the text of an answer with some pieces lost, repeated, or replaced by noise."""
+    text = given.text
+    tags = [*family.tags, *(family.thought[:2] if family.thought else ())]
+    for _ in range(rng.randrange(1, 5)):
+        start = rng.randrange(len(text) + 1)
+        end = min(len(text), start + rng.choice((0, 0, 1, 2, 5, 20)))
+        piece = rng.choice(("", text[start:end] * 2, rng.choice((*NOISE, *tags * 3))))
+        text = text[:start] + piece + text[end:]
+    return text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_cut_of_a_broken_answer_gives_the_same(name: str) -> None:
+    family = FAMILIES[name]
+    for index in range(4 * NUM_ANSWERS):
+        rng = Random(f"{SEED} broken {name} {index}")
+        given = answer(family, rng)
+        text = broken(family, given, rng)
+        cut = rng.random() < 0.5
+        context = f"seed {SEED}, answer {index} of {name}: {given._replace(text=text)}, cut: {cut}"
+        found = parse(family, given, [text], cut=cut)
+        one, other = sorted(rng.choices(range(len(text) + 1), k=2))
+        for pieces in (list(text), [text[:one], text[one:other], text[other:]]):
+            assert parse(family, given, pieces, cut=cut) == found, context

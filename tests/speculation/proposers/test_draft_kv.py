@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.core.transfers import Load, TierEntry, Transfers
+from nanovllm.core.messages import Admission, Load, NewBlocks, Row, Schedule, TierEntry, Transfers
 from nanovllm.features.speculation.proposers.draft_kv import DraftKV
 from nanovllm.options.sampling_params import SamplingParams
 

@@ -6,7 +6,9 @@
 import dataclasses
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,10 +46,7 @@ Part = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class PartsReader(ABC):
-    """Splits an answer into parts while it arrives. They are the same, joined, however it is cut.
-
-    An answer is read by one iterator, which stops where it needs more text.
-    """
+    """Splits an answer into parts as it arrives. They are the same, joined, however it is cut."""
 
     def __init__(self) -> None:
         self._text = ""  # what is neither returned nor dropped yet
@@ -75,9 +74,23 @@ class PartsReader(ABC):
 
     @abstractmethod
     def _answer(self) -> Iterator[None]:
-        """Read `_text` and add to `_parts`."""
+        """Read `_text` and add to `_parts`; stop where more text is needed."""
 
 
 def new_call_id() -> str:
     """Return an id in OpenAI's form."""
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def marked_tag(tag: str, marked: Collection[str]) -> str:
+    """Return a tag as the text has it: a special token has TOKEN_MARK before it."""
+    return TOKEN_MARK + tag if tag in marked else tag
+
+
+def prefix_at_end(text: str, tags: Collection[str]) -> str:
+    """Return the longest end of a text with which one of the tags may begin; not a whole tag."""
+    for length in range(min(max(map(len, tags), default=1) - 1, len(text)), 0, -1):
+        end = text[-length:]
+        if any(len(tag) > length and tag.startswith(end) for tag in tags):
+            return end
+    return ""

@@ -3,8 +3,14 @@
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from nanovllm.apps.server.output_parsers.parts import PartsReader, ReasoningDelta, TextDelta
-from nanovllm.apps.server.output_parsers.text_reader import marked_tag, prefix_at_end
+from nanovllm.apps.server.output_parsers.parts import (
+    PartsReader,
+    ReasoningDelta,
+    TextDelta,
+    marked_tag,
+    prefix_at_end,
+)
+from nanovllm.chat.tool_messages import is_harmony
 
 
 class ReasoningFormat(NamedTuple):
@@ -35,20 +41,15 @@ MINICPM3 = ReasoningFormat("<|thought_start|>", "<|thought_end|>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
+# `channels` has the parsers of these.
 HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
-"""One of several channels: `harmony` has the parser."""
 MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
-"""One of several channels: `muse` has the parser."""
+_THINK_NAMES = (
+    *("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "ling3", "minimax_m2"),
+    *("nemotron_v3", "poolside_v1"),
+)
 REASONING_FORMATS = {
-    "qwen3": THINK,
-    "deepseek_r1": THINK,
-    "deepseek_v3": THINK,
-    "glm45": THINK,
-    "kimi_k2": THINK,
-    "ling3": THINK,
-    "minimax_m2": THINK,
-    "nemotron_v3": THINK,
-    "poolside_v1": THINK,
+    **dict.fromkeys(_THINK_NAMES, THINK),
     "ernie45": ERNIE,
     "hunyuan_a13b": HUNYUAN,
     "cohere_command3": COHERE,
@@ -197,7 +198,7 @@ class ReasoningParser(PartsReader):
             text = self._text[:place]
             self._text = self._text[place + len(tag) :]
             return text, tag
-        held = max((prefix_at_end(self._text, tag) for tag in tags), key=len, default="")
+        held = prefix_at_end(self._text, tags)
         text = self._text.removesuffix(held)
         self._text = held
         if self._ended:
@@ -226,3 +227,20 @@ class ReasoningParser(PartsReader):
         while not (text := self._text.lstrip("\n")) and not self._ended:
             yield
         self._text = text
+
+
+def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
+    """Return the tags that a chat template has."""
+    template = chat_template or ""
+    if is_harmony(template):
+        return HARMONY
+    if "to=self<|message|>" in template:
+        return MUSE
+    if COHERE.answer[0] in template:
+        return COHERE
+    for tags in (HUNYUAN, ERNIE):
+        has_results = "<response>" in tags.answer and "<minimax:" in template
+        if all(tag in template for tag in (tags.closing, *tags.answer)) and not has_results:
+            return tags
+    known = (THINK, MISTRAL, SEED, GEMMA4, COHERE, MINICPM3)
+    return next((tags for tags in known if tags.closing in template), None)

@@ -14,12 +14,18 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import ClassVar
 
 from nanovllm.apps.server.output_parsers.json_calls import HermesParser
 from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
-from nanovllm.apps.server.output_parsers.text_reader import NotACall, Steps, decoded, escaped
+from nanovllm.apps.server.output_parsers.tool_calls import (
+    NotACall,
+    Steps,
+    decoded,
+    escaped,
+    quoted,
+)
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 _HELD = re.compile(rf"\n?{TOKEN_MARK}?(?:<[/a-z:_=\" ]{{0,24}})?\Z")
@@ -50,8 +56,8 @@ class TaggedParser(HermesParser):
     trims_values: ClassVar[bool] = True
     """Whether a line end on each side of a value belongs to the tags."""
 
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
+        super().__init__(tags, functions)
         self._begin, self._finish = map(self._tag, self.function)
         self._key_begin, self._value_finish = map(self._tag, self.parameter)
         self._openings = (self._opening, self._begin)
@@ -63,24 +69,20 @@ class TaggedParser(HermesParser):
 
     def _calls(self) -> Steps[None]:
         if not self._text[: self._pos].endswith(self._begin):
-            yield from self._skip_space()
-            if (yield from self._peek()) in ("{", "["):
+            if (yield from self._next()) in ("{", "["):
                 yield from super()._calls()
                 return
             if not (yield from self._accept(self._begin)):
                 raise NotACall
         yield from self._function()
-        yield from self._skip_space()
-        while (yield from self._accept(self._begin)):
+        while (yield from self._accept_next(self._begin)):
             yield from self._function()
-            yield from self._skip_space()
-        yield from self._accept(self._end)
+        yield from self._accept_next(self._end)
 
     def _function(self) -> Steps[None]:
         """Read a call from its name on."""
         name = yield from self._function_name()
-        yield from self._skip_space()
-        if (yield from self._peek()) == "{":
+        if (yield from self._next()) == "{":
             yield from self._named_call(name)
             yield from self._skip_tags(self._finish)
             return
@@ -95,7 +97,7 @@ class TaggedParser(HermesParser):
                     key = yield from self._key_of_value()
                 except NotACall:
                     continue
-                self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+                self._send_arguments(f"{separator}{quoted(key)}: ")
                 separator = ", "
                 yield from self._parameter(types.of(key))
             self._send_arguments("}")
@@ -124,8 +126,7 @@ class TaggedParser(HermesParser):
             NotACall: the answer was cut off.
         """
         while True:
-            yield from self._skip_space()
-            if (yield from self._accept(self._key_begin)):
+            if (yield from self._accept_next(self._key_begin)):
                 return True
             if (yield from self._accept(self._finish)):
                 return False
@@ -200,21 +201,12 @@ class TaggedParser(HermesParser):
         return True
 
 
-class SeedParser(TaggedParser):
-    """Qwen 3 Coder's format between other tags; Seed-OSS."""
-
-    tag = "<seed:tool_call>"
-    closing = "</seed:tool_call>"
-
-
 class InvokeParser(TaggedParser):
     """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2.
 
     All of a value belongs to it.
     """
 
-    tag = "<minimax:tool_call>"
-    closing = "</minimax:tool_call>"
     function = ('<invoke name="', "</invoke>")
     parameter = ('<parameter name="', "</parameter>")
     name_end = '">'
@@ -232,8 +224,7 @@ class GlmParser(TaggedParser):
     trims_values = False
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) in ("{", "["):
+        if (yield from self._next()) in ("{", "["):
             yield from self._json_calls()
         else:
             yield from self._function()
@@ -248,9 +239,8 @@ class GlmParser(TaggedParser):
 
     def _key_of_value(self) -> Steps[str]:
         key = (yield from self._word(self._name_character)).strip()
-        for tag in map(self._tag, ("</arg_key>", "<arg_value>")):
-            yield from self._skip_space()
-            if not key or not (yield from self._accept(tag)):
+        for tag in self._tags[3:5]:
+            if not key or not (yield from self._accept_next(tag)):
                 raise NotACall
         return key
 
@@ -273,7 +263,7 @@ def as_json(text: str, types: Set[str]) -> str:
     if kind in types and (found := _object_or_list(value)) is not None:
         return found
     inner = decoded(value) if value.startswith('"') and "string" not in types else None
-    return json.dumps(text, ensure_ascii=False) if inner is None else as_json(inner, types)
+    return quoted(text) if inner is None else as_json(inner, types)
 
 
 def _object_or_list(text: str) -> str | None:

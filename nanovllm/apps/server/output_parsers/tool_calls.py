@@ -4,34 +4,41 @@
 """
 
 import contextlib
+import functools
+import json
+import re
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from typing import ClassVar, Self
+from collections.abc import Generator, Sequence
+from typing import ClassVar, Self, TypeVar
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function, typed
 from nanovllm.apps.server.output_parsers.parts import (
+    PartsReader,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
     new_call_id,
-)
-from nanovllm.apps.server.output_parsers.text_reader import (
-    NotACall,
-    Steps,
-    TextReader,
-    marked_tag,
-    plain_object,
     prefix_at_end,
 )
 from nanovllm.options.sampling_params import TOKEN_MARK
 
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A piece of a reader's work. It yields where it needs more text."""
+
+JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_SCALAR = re.compile(r"[-+.\w]")
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
 MAX_CALLS = 128
 """Calls in an answer; a message of a request may have as many."""
 
 
-class ToolCallParser(TextReader):
+class NotACall(Exception):
+    """What began like a call is not one: it is text."""
+
+
+class ToolCallParser(PartsReader):
     """Splits an answer into text and calls.
 
     A call is certain, and begins, once its name and the first character of its arguments are known.
@@ -40,14 +47,13 @@ class ToolCallParser(TextReader):
     White space around calls belongs to them.
 
     Args:
-        marked: tags that have TOKEN_MARK before them.
+        tags: those of the format, as they stand in the text. The first opens a call; the second
+            closes it, or all, but models forget it: "" for none.
         functions: those that may be called, for formats that leave types to their schemas.
     """
 
-    tag: ClassVar[str]
-    """What a call begins with."""
-    closing: ClassVar[str] = ""
-    """The tag after a call, or after all; models forget it."""
+    other_openings: ClassVar[tuple[str, ...]] = ()
+    """What calls may begin with besides the first tag."""
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     """What the name is called in a call that is JSON."""
     only_known_keys: ClassVar[bool] = False
@@ -55,13 +61,14 @@ class ToolCallParser(TextReader):
     calls_are_json: ClassVar[bool] = True
     """Whether JSON follows the opening of a call."""
 
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
         super().__init__()
-        self._marked = marked
+        self._tags = tags
         self._functions = typed(functions)
-        self._opening = self._tag(self.tag)
-        self._end = self._tag(self.closing)
-        self._openings: tuple[str, ...] = (self._opening,)  # what calls may begin with
+        self._opening, self._end = tags[:2]
+        self._openings = (self._opening, *map(self._tag, self.other_openings))
+        self._pos = 0  # how much of the text was read
+        self._stops: tuple[str, ...] = ()  # tags that end a value which was not ended
         self._source: list[str] = []  # what was read since the opening of the last call
         self._num_calls = 0
         self._is_streaming = False  # the text read is arguments of the last call
@@ -70,7 +77,7 @@ class ToolCallParser(TextReader):
 
     def fresh(self) -> Self:
         """Return a parser of the same format that has read nothing."""
-        return type(self)(self._marked, self._functions)
+        return type(self)(self._tags, self._functions)
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
@@ -89,34 +96,6 @@ class ToolCallParser(TextReader):
     def _tags_after(self) -> tuple[str, ...]:
         """Return the tags that may follow JSON in a call."""
         return tuple(filter(None, (self._end, *self._openings)))
-
-    def _is_stop(self, tag: str) -> Steps[bool]:
-        """Whether a tag in a string ends the call: a token does, and one that a call follows, or
-        the end of the answer. Strings that quote calls have a backslash before their quotes.
-        """
-        if tag.startswith(TOKEN_MARK):
-            return True
-        if tag in self._openings:
-            return False
-        start = self._pos
-        is_streaming, self._is_streaming = self._is_streaming, False
-        yield from self._skip_space()
-        found = (yield from self._peek()) == ""
-        found = found or (tag != self._end and (yield from self._is_next(self._end)))
-        for opening in self._openings:
-            if not found and (yield from self._accept(opening)):
-                yield from self._skip_space()
-                if found := not self.calls_are_json or (yield from self._accept("{")):
-                    yield from self._skip_space()
-                    found = not (yield from self._is_next("\\"))
-        self._pos = start
-        self._is_streaming = is_streaming
-        return found
-
-    def _drop_read(self) -> str:
-        read = super()._drop_read()
-        self._source.append(read)
-        return read
 
     def _skip_repeated(self, begin: int) -> Steps[None]:
         """Read what models write once more after the closing tag: all that was between the tags.
@@ -137,7 +116,9 @@ class ToolCallParser(TextReader):
             self._pos = len(self._text)
 
     def _tag(self, tag: str) -> str:
-        return marked_tag(tag, self._marked)
+        """Return a tag as it stands in the text."""
+        marked = TOKEN_MARK + tag
+        return marked if marked in self._tags else tag
 
     def _new_call_id(self) -> str:
         return new_call_id()
@@ -158,7 +139,7 @@ class ToolCallParser(TextReader):
                     if has_tag and self._text[: self._pos].endswith(self._opening):
                         yield from self._skip_tags(self._opening)  # models repeat it
                     begin = self._pos
-                    is_token = self.tag in self._marked and self._end != ""
+                    is_token = self._opening.startswith(TOKEN_MARK) and self._end != ""
                     if is_token and (yield from self._accept(self._end)):
                         self._is_after_call = True  # tokens with nothing between them say nothing
                     else:
@@ -174,7 +155,7 @@ class ToolCallParser(TextReader):
                 else:
                     self._drop_read()
                 continue
-            held = max((prefix_at_end(self._text, tag) for tag in self._openings), key=len)
+            held = prefix_at_end(self._text, self._openings)
             if self._ended and not (held and self._cut):
                 self._send_text(len(self._text))
             else:
@@ -205,7 +186,8 @@ class ToolCallParser(TextReader):
         if self._pos >= _MOST_READ:
             self._drop_read()
 
-    # What a call consists of. Each of these reads on from where the last one ended.
+    # What a call consists of. Each of these reads on from where the last one ended, and waits for
+    # text that has not arrived yet.
 
     def _json_calls(self) -> Steps[None]:
         """Read calls that are JSON objects or lists of them, one after the other.
@@ -214,8 +196,7 @@ class ToolCallParser(TextReader):
         """
         is_call = True
         while is_call:
-            yield from self._skip_space()
-            if (yield from self._peek()) == "[":
+            if (yield from self._next()) == "[":
                 yield from self._list()
             else:
                 yield from self._call()
@@ -223,9 +204,8 @@ class ToolCallParser(TextReader):
 
     def _is_another(self) -> Steps[bool]:
         """Whether one more JSON call follows; then what stands before it is read."""
-        yield from self._skip_space()
-        while (yield from self._accept("}")) or (yield from self._accept("]")):
-            yield from self._skip_space()
+        while (yield from self._next()) in ("}", "]"):
+            self._pos += 1
         start = self._pos
         if not (yield from self._accept(",")):
             yield from self._accept(";")
@@ -239,15 +219,11 @@ class ToolCallParser(TextReader):
     def _list(self) -> Steps[None]:
         """Read a JSON list of calls, not empty. Models forget a comma, or write one too many."""
         yield from self._expect("[")
-        yield from self._skip_space()
         yield from self._call()
-        yield from self._skip_space()
-        while (yield from self._peek()) != "]":
+        while (yield from self._next()) != "]":
             yield from self._accept(",")
-            yield from self._skip_space()
-            if (yield from self._peek()) != "]":
+            if (yield from self._next()) != "]":
                 yield from self._call()
-                yield from self._skip_space()
         self._pos += 1
         self._drop_read()
 
@@ -258,7 +234,6 @@ class ToolCallParser(TextReader):
         arguments = ""
         separator = ","
         while separator == ",":
-            yield from self._skip_space()
             key = yield from self._key()
             if key in self.name_keys:
                 name = yield from self._string()
@@ -275,7 +250,6 @@ class ToolCallParser(TextReader):
             else:
                 value = yield from self._value()
                 arguments = value if key in _ARGUMENTS else arguments
-            yield from self._skip_space()
             separator = yield from self._expect(",}")
         if not name or (self.only_known_keys and not arguments):
             raise NotACall
@@ -304,12 +278,9 @@ class ToolCallParser(TextReader):
     def _rest_of_call(self) -> Steps[None]:
         """Read what follows the arguments, up to the closing brace; without one it is text."""
         try:
-            yield from self._skip_space()
             while (yield from self._expect(",}")) == ",":
-                yield from self._skip_space()
                 yield from self._key()
                 yield from self._skip_value()
-                yield from self._skip_space()
         except NotACall:
             self._pos = len(self._text) if self._cut else 0
         else:
@@ -323,8 +294,216 @@ class ToolCallParser(TextReader):
         self._is_after_call = True
         self._has_sent_text = False
 
+    def _drop_read(self) -> str:
+        """Forget the text that was read, and return it."""
+        read = self._text[: self._pos]
+        self._text = self._text[self._pos :]
+        self._pos = 0
+        self._source.append(read)
+        return read
+
+    def _key(self) -> Steps[str]:
+        """Read a key of an object, and what stands between it and its value."""
+        key = yield from self._string()
+        yield from self._expect(":")
+        yield from self._skip_space()
+        return key
+
+    def _string(self) -> Steps[str]:
+        """Read a JSON string and return what it stands for; "" is neither a key nor a name."""
+        if (yield from self._next()) != '"':
+            raise NotACall
+        value = decoded((yield from self._value()))
+        if not value:
+            raise NotACall
+        return value
+
+    def _value(self) -> Steps[str]:
+        """Read a JSON value and return its source."""
+        start = self._pos
+        yield from self._skip_value()
+        return self._text[start : self._pos]
+
+    def _skip_value(self) -> Steps[None]:
+        """Read a JSON value. Of objects and lists only the brackets and strings are looked at.
+
+        Raises:
+            NotACall: it was not ended. What was read is up to the tag that comes instead.
+        """
+        first = yield from self._peek()
+        if first not in ("{", "[", '"'):
+            if not (yield from self._word(_SCALAR)):
+                raise NotACall
+            return
+        depth = 0
+        while True:
+            found = yield from self._search('"{}[]')
+            if found == '"':
+                yield from self._rest_of_string()
+            elif found in self._stops:
+                self._pos -= len(found)
+                raise NotACall
+            else:
+                depth += 1 if found in "{[" else -1
+            if depth <= 0:
+                return
+
+    def _rest_of_string(self) -> Steps[None]:
+        """Read a JSON string after its first quote."""
+        while (found := (yield from self._search('"\\'))) != '"':
+            if found == "\\":
+                if not (yield from self._peek()):
+                    raise NotACall
+                self._pos += 1
+            elif (yield from self._is_stop(found)):
+                self._pos -= len(found)
+                raise NotACall
+
+    def _is_stop(self, tag: str) -> Steps[bool]:
+        """Whether a tag in a string ends the call: a token does, and one that a call follows, or
+        the end of the answer. Strings that quote calls have a backslash before their quotes.
+        """
+        if tag.startswith(TOKEN_MARK):
+            return True
+        if tag in self._openings:
+            return False
+        start = self._pos
+        is_streaming, self._is_streaming = self._is_streaming, False
+        found = (yield from self._next()) == ""
+        found = found or (tag != self._end and (yield from self._is_next(self._end)))
+        for opening in self._openings:
+            if not found and (yield from self._accept(opening)):
+                yield from self._skip_space()
+                if found := not self.calls_are_json or (yield from self._accept("{")):
+                    yield from self._skip_space()
+                    found = not (yield from self._is_next("\\"))
+        self._pos = start
+        self._is_streaming = is_streaming
+        return found
+
+    def _search(self, characters: str) -> Steps[str]:
+        """Read up to the next of these characters or of `_stops`, and return it."""
+        pattern = _any_of(characters, self._stops)
+        while (match := pattern.search(self._text, self._pos)) is None:
+            held = prefix_at_end(self._text[self._pos :], self._stops)
+            is_text = self._ended and not self._cut
+            self._pos = len(self._text) - (0 if is_text else len(held))
+            yield from self._more()
+        self._pos = match.end()
+        return match[0]
+
+    def _word(self, character: re.Pattern[str]) -> Steps[str]:
+        """Read the characters that match a pattern, and return them."""
+        start = self._pos
+        while character.fullmatch((yield from self._peek())):
+            self._pos += 1
+        return self._text[start : self._pos]
+
+    def _skip_space(self) -> Steps[None]:
+        while (yield from self._peek()).isspace():
+            self._pos += 1
+
+    def _skip_tags(self, tag: str) -> Steps[None]:
+        """Read white space, and a tag as often as it is repeated."""
+        yield from self._skip_space()
+        while tag and (yield from self._accept(tag)):
+            yield from self._skip_space()
+
+    def _expect(self, characters: str) -> Steps[str]:
+        """Read white space and one character, which must be one of these, and return it."""
+        character = yield from self._next()
+        if not character or character not in characters:
+            raise NotACall
+        self._pos += 1
+        return character
+
+    def _accept(self, string: str) -> Steps[bool]:
+        """Read a string if it comes next; return whether it does. What is cut off of it is read."""
+        start = self._pos
+        for character in string:
+            found = yield from self._peek()
+            if found != character:
+                self._pos = self._pos if self._cut and not found else start
+                return False
+            self._pos += 1
+        return True
+
+    def _accept_next(self, string: str) -> Steps[bool]:
+        """Read white space, and a string as `_accept` does."""
+        yield from self._skip_space()
+        return (yield from self._accept(string))
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        """Whether a tag comes next; "" never does. Nothing of it is read."""
+        start = self._pos
+        found = tag != "" and (yield from self._accept(tag))
+        self._pos = start
+        return found
+
+    def _peek(self) -> Steps[str]:
+        """Return the next character; "" at the end of the answer."""
+        while self._pos == len(self._text) and not self._ended:
+            yield from self._more()
+        return self._text[self._pos : self._pos + 1]
+
+    def _next(self) -> Steps[str]:
+        """Read white space, and return the character after it; "" at the end of the answer."""
+        yield from self._skip_space()
+        return (yield from self._peek())
+
     def _more(self) -> Steps[None]:
-        """Wait for more text; pass on the arguments that were read."""
-        if self._is_streaming and not self._ended:
+        """Wait for more text; pass on the arguments that were read.
+
+        Raises:
+            NotACall: the answer has ended.
+        """
+        if self._ended:
+            raise NotACall
+        if self._is_streaming:
             self._send_arguments(self._drop_read())
-        yield from super()._more()
+        yield
+
+
+@functools.lru_cache(maxsize=256)
+def _any_of(characters: str, tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, (*tags, *characters))))
+
+
+def decoded(source: str) -> str | None:
+    """Return the string of a JSON value, without marks of tags; None if it cannot be sent."""
+    try:
+        value = json.loads(source.replace(TOKEN_MARK, ""), strict=False)
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except ValueError:  # half of a surrogate pair cannot be encoded
+        return None
+
+
+def plain_object(source: str) -> str:
+    """Return arguments as the text of a JSON object where they are one in disguise.
+
+    Some models write the object as a string, and null or "" for no arguments.
+
+    Raises:
+        NotACall: it is not a JSON value.
+    """
+    if source in ("null", '""'):
+        return "{}"
+    if source.startswith(("{", "[")):
+        return source
+    if source.startswith('"'):
+        return decoded(source) or source
+    try:
+        json.loads(source)
+    except ValueError:
+        raise NotACall from None
+    return source
+
+
+def quoted(text: str) -> str:
+    """Return text as a JSON string, and as a literal of a grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Return text as it stands inside a JSON string."""
+    return quoted(text)[1:-1]

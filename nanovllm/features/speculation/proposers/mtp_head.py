@@ -21,9 +21,8 @@ from nanovllm.features.speculation.proposers.draft_head import Head
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.loading.tensor_files import read_header
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Family
 from nanovllm.models.expert_parts import expect_stored
-from nanovllm.models.family import Family
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
 from nanovllm.models.registry import family_class
@@ -94,9 +93,7 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
                 f"{config.prefix}"
             )
         check_weights(config, target.files)
-    options = dataclasses.replace(
-        target.config, quantization="none", speculative_config=None, merge_lora=None
-    )
+    options = dataclasses.replace(target.config, quantization="none", speculative_config=None)
     return NetworkSpec(options, config, target.files)
 
 
