@@ -27,7 +27,7 @@ test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
 tests: $(VENV)/.dev
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out of the engine: sanitizers, and its long tests
+test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out: sanitizers, and the long tests
 	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
 
