@@ -389,7 +389,7 @@ def test_one_user_with_many_requests_does_not_hold_up_another(llm: AsyncLLM) -> 
         await asyncio.sleep(0)  # they begin
         await llm.abort("nobody's")  # runs behind them, so they are queued
         await one("one")
-        assert finished.index("one") < 70
+        assert finished.index("one") < 90
         await asyncio.gather(*many)
         with pytest.raises(InvalidRequestError, match="user must be a string or None, got 5"):
             await llm.generate("Hi", params, user=5)  # type: ignore[arg-type]
