@@ -134,18 +134,11 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
         ),
         (HARMONY, (*CALL_OF_F, '{"a": "<|call|>"}', CALL), ("", "", [CALLED]), "stop"),
         (HARMONY, (*CALL_OF_F, '{"a'), ("", "", [("f", '{"a')]), "length"),
-        (HARMONY, (CHANNEL, "commentary to=func"), ("", "", []), "length"),
         (HARMONY, ("Hello <|channel|>",), ("", "Hello <|channel|>", []), "length"),
         (
             MUSE,
             (" to=self", MESSAGE, "Hm <|eom|> é", MUSE_END, *TO_F, "x <|eot|>", *CLOSED),
             ("Hm <|eom|> é", "", [("f", '{"a": "x <|eot|>"}')]),
-            "stop",
-        ),
-        (
-            MUSE,
-            (" to=user", MESSAGE, "Hello <|eot|>", MUSE_END_OF_TURN),
-            ("", "Hello <|eot|>", []),
             "stop",
         ),
         (
@@ -158,7 +151,6 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
             ("Hm <channel|>", "So:", [("f", json.dumps({"a": f"{CLOSING} {QUOTE}"}))]),
             "stop",
         ),
-        (GEMMA, ("<|channel>thought", CLOSING), ("", f"<|channel>thought{CLOSING}", []), "length"),
         (
             MISTRAL,
             (
@@ -178,7 +170,7 @@ def test_from_tokens_to_answers(
         assert found == (answer, end)
 
 
-@pytest.mark.parametrize("tag", [CALL, RETURN, "<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("tag", [CALL, "<|im_end|>"])
 def test_chat_stops_at_every_token_that_ends_an_answer(llm: LLM, tag: str) -> None:
     tokenizer: Any = llm.get_tokenizer()
     ids = [*encode(llm, "a", END, "b"), tokenizer.convert_tokens_to_ids(tag), 0]
@@ -244,14 +236,6 @@ def test_grammars_of_gemma(llm: LLM) -> None:
     assert found.starts_in_reasoning("<|turn>model\n<|channel>thought\n")
     behind = found.params(SamplingParams(), "<|channel>thought\n<channel|>", TOOLS, "required")
     assert not takes(llm, behind, *thought, *one)
-
-
-def test_a_mistral_model_that_reasons_may_do_so_before_a_call(llm: LLM) -> None:
-    found = format_of(llm, MISTRAL)
-    params = found.params(SamplingParams(), "[/INST]", TOOLS, "required")
-    call = ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "x"}')
-    assert takes(llm, params, *call, *call)
-    assert takes(llm, params, "[THINK]", "Hm", "[/THINK]", *call)
 
 
 def test_either_parser_may_be_left_out(llm: LLM) -> None:
