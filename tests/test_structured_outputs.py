@@ -470,6 +470,7 @@ def test_outputs_do_not_depend_on_the_batch(
     assert_idle(llm)
 
 
+@pytest.mark.long
 def test_on_two_ranks(tensor_parallel_llm: Any, make_llm: Any) -> None:
     """Only the first rank has grammars; the others get the tokens that they force."""
     requests = make_requests()[::2]
