@@ -273,15 +273,7 @@ def test_any_messages_are_rendered_or_refused(demo_llm: LLM, messages: Any, opti
 
 @pytest.mark.parametrize(
     "messages",
-    [
-        None,
-        "Hello!",
-        [[]],
-        [5],
-        [[5]],
-        [[user("Hello!")], user("Hello!")],
-        [user("Hello! " * 500)],
-    ],
+    [None, "Hello!", [[]], [5], [[5]], [[user("Hello!")], user("Hello!")], [user("Hello! " * 500)]],
     ids=lambda messages: repr(messages)[:40],
 )
 def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:

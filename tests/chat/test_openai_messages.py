@@ -79,8 +79,7 @@ def test_empty_tools_and_documents_are_as_none(demo_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ['{"a": "He said "hi""}', '"é"', "[1]", "a\nb", '{"a": 1, "a": 2}', '{"a": 1e999}'],
+    "arguments", ['{"a": "He said "hi""}', '"é"', "[1]", "a\nb", '{"a": 1, "a": 2}', '{"a": 1e999}']
 )
 @pytest.mark.parametrize("template", [MISTRAL, LLAMA, QWEN_CODER])
 def test_arguments_that_are_no_object_are_in_the_prompt(
@@ -107,13 +106,9 @@ def test_several_calls_for_gpt_oss_get_a_message_each_before_its_result(demo_llm
 def test_what_client_libraries_add_to_a_call_is_left_out(demo_llm: LLM) -> None:
     more = {"parsed_arguments": {"a": 1}, "provider_specific_fields": None, "extra_content": {}}
     (message,) = prepared([called('{"a": 1}', **more)])
-    assert message["tool_calls"] == [
-        {"id": "c", "function": {"name": "f", "arguments": {"a": 1}}},
-    ]
+    assert message["tool_calls"] == [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]
     (old,) = prepared([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}])
-    assert old["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {}}},
-    ]
+    assert old["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     (message,) = prepared([{"role": "assistant", "content": None, "refusal": "No."}])
     assert message["content"] == "No."
     for nothing in ("", " ", None, "null", {}, "{}"):

@@ -368,10 +368,7 @@ class PythonicParser(LiteralParser):
     escape quotes, so models forget to: a quote ends its string if an argument may end there.
     """
 
-    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
-        **LiteralParser.brackets,
-        "(": (")", "]"),
-    }
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {**LiteralParser.brackets, "(": (")", "]")}
     undecided = "{("
     in_lines: ClassVar[bool] = False
     """Whether each call is on a separate line; otherwise there are commas between calls."""
