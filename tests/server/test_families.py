@@ -142,12 +142,6 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
             "stop",
         ),
         (
-            MUSE,
-            (" to=user", MESSAGE, "Hello <|eot|>", MUSE_END_OF_TURN),
-            ("", "Hello <|eot|>", []),
-            "stop",
-        ),
-        (
             GEMMA,
             (
                 *("<|channel>", "thought\nHm <channel|>\n", "<channel|>", "So:", "<|tool_call>"),
@@ -157,7 +151,6 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
             ("Hm <channel|>", "So:", [("f", json.dumps({"a": f"{CLOSING} {QUOTE}"}))]),
             "stop",
         ),
-        (GEMMA, ("<|channel>thought", CLOSING), ("", f"<|channel>thought{CLOSING}", []), "length"),
         (
             MISTRAL,
             (
@@ -177,7 +170,7 @@ def test_from_tokens_to_answers(
         assert found == (answer, end)
 
 
-@pytest.mark.parametrize("tag", [CALL, RETURN, "<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("tag", [CALL, "<|im_end|>"])
 def test_chat_stops_at_every_token_that_ends_an_answer(llm: LLM, tag: str) -> None:
     tokenizer: Any = llm.get_tokenizer()
     ids = [*encode(llm, "a", END, "b"), tokenizer.convert_tokens_to_ids(tag), 0]
@@ -244,12 +237,21 @@ def test_grammars_of_gemma(llm: LLM) -> None:
     assert not takes(llm, behind, *thought, *one)
 
 
-def test_a_mistral_model_that_reasons_may_do_so_before_a_call(llm: LLM) -> None:
-    found = format_of(llm, MISTRAL)
-    params = found.params(SamplingParams(), "[/INST]", TOOLS, "required")
-    call = ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "x"}')
-    assert takes(llm, params, *call, *call)
-    assert takes(llm, params, "[THINK]", "Hm", "[/THINK]", *call)
+def test_either_parser_may_be_left_out(llm: LLM) -> None:
+    tokenizer: Any = llm.get_tokenizer()
+    added = tokenizer.added_tokens_decoder
+    texts = (*THOUGHT, *CALL_OF_F, "{}", CALL)
+    for names, answer in (
+        (("openai", "none"), ("", "Hm <|end|> é", [("f", "{}")])),
+        (("none", "openai_gptoss"), ("Hm <|end|> é", "{}", [])),
+        (
+            ("none", "none"),
+            ("", "analysisHm <|end|> éassistantcommentary to=functions.f json{}", []),
+        ),
+    ):
+        found = find_answer_format(HARMONY, *names, added)
+        for said, _ in answers(llm, found, encode(llm, *texts)):
+            assert said == answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
