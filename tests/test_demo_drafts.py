@@ -96,10 +96,18 @@ HELD_OUT = (
 """Sentences about a term that the models have not seen in training."""
 
 
-@pytest.mark.parametrize("model", [demo_model.DRAFT_MODEL, demo_model.EAGLE3])
-def test_drafts_are_accepted(make_llm: Any, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "num_ranks"),
+    [
+        (demo_model.DRAFT_MODEL, 1),
+        (demo_model.EAGLE3, 1),
+        pytest.param(demo_model.EAGLE3, 2, marks=pytest.mark.long),
+    ],
+)
+def test_drafts_are_accepted(make_llm: Any, model: str, num_ranks: int) -> None:
     spec = {"model": model, "num_speculative_tokens": 4}
-    llm = make_llm(demo_model.MODEL, dtype="float32", speculative_config=spec, max_model_len=256)
+    options = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": num_ranks}
+    llm = make_llm(demo_model.MODEL, speculative_config=spec, **options)
     drafting = llm.engine.scheduler.drafting
     drafting.controller.takes_all = True
     rng = random.Random("held out")

@@ -36,25 +36,15 @@ MISUNDERSTOOD = ("rank?",)
 
 OUTSIDE = (
     "What is the capital of Bolivia?",
-    "What is 17 + 25?",
-    "sqrt(2) = ?",
     "Who painted the Mona Lisa?",
-    "Is it going to snow tonight?",
     "Write a haiku about autumn.",
-    "How do I bake sourdough bread?",
     "def fibonacci(n):",
     "What is a walrus?",
-    "What is a carburettor?",
     "Explain the French revolution.",
-    "What does osmosis mean?",
-    "Tell me about Ansible.",
     "Define a glorbnix",
     "zxcvbnm",
     "Wie heißt du?",
-    "¿Qué es una casa?",
     "今天是星期几?",
-    "I feel sad today.",
-    "Recommend a film.",
 )
 """Questions of kinds that the model has seen; these themselves it has not."""
 

@@ -181,7 +181,7 @@ def test_the_workload_ends_in_every_way(workload: Workload) -> None:
                 assert len(completion.token_ids) > params.min_tokens
 
 
-@pytest.mark.parametrize(("workload", "way"), each_way(), indirect=["workload"])
+@pytest.mark.parametrize(("workload", "way"), [*each_way()], indirect=["workload"])
 def test_outputs_do_not_depend_on_the_way(
     check: Callable[..., None], preempted: list[Any], way: str
 ) -> None:

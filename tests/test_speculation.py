@@ -23,7 +23,6 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.options.config import Config
 from tests.checkpoints import copy_checkpoint, make_checkpoint
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
-from tests.every_case import EVERY_CASE
 from tests.glossary import QUESTIONS
 from tests.helpers import (
     COMPACT,
@@ -122,18 +121,16 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("demo", "another", "arrivals", {}),
     ("demo", "eagle3", "arrivals", {}),
 ]
-if EVERY_CASE:
-    CASES += [
-        (kind, method, way, {})
-        for kind in ("plain", "states", "bfloat16")
-        for method in SHARES
-        for way in WAYS
-        if (method != "itself" or kind != "states")
-        and (method != "mtp" or kind == "states")
-        and (kind != "bfloat16" or way != "two ranks")
-        and (kind, method, way, {}) not in CASES
-        and not (method in ("right", "wrong at random") and way == "two ranks")
-    ]
+NOT_WITH = {"plain": "mtp", "states": "itself"}
+LONG: list[tuple[str, str, str, dict[str, Any]]] = [
+    (kind, method, way, {})
+    for kind in NOT_WITH
+    for method in SHARES
+    for way in ("chunks of 7", "preemption", "arrivals", "two ranks")
+    if method != NOT_WITH[kind]
+    and (kind, method, way, {}) not in CASES
+    and not (method in ("right", "wrong at random") and way == "two ranks")  # one process only
+]
 
 
 def special_requests() -> list[Request]:
@@ -314,11 +311,19 @@ def check(
     return run
 
 
-def named(case: tuple[str, str, str, dict[str, Any]]) -> str:
-    return "-".join([*case[:3], *(f"{name}={value}" for name, value in case[3].items())])
+def each_case() -> list[Any]:
+    """Return the cases with their names."""
+    return [
+        pytest.param(
+            case,
+            id="-".join([*case[:3], *(f"{name}={value}" for name, value in case[3].items())]),
+            marks=pytest.mark.long if case in LONG else (),
+        )
+        for case in (*CASES, *LONG)
+    ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", each_case())
 def test_outputs_do_not_depend_on_speculation(
     case: tuple[str, str, str, dict[str, Any]],
     target_of: Targets,

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from nanovllm import LLM, PoolingParams, demo_model
-from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from tests.checkpoints import SMALL, random_model, read_json, write_json
 from tests.encoders import SIZES, make_encoder
 
@@ -53,7 +53,6 @@ def edited(path: Path, name: str, **fields: Any) -> None:
 
 
 MODULES: dict[str, list[Any]] = {
-    "normalised": [Normalize()],
     "dense": [Dense(SIZE, 24), Normalize()],
     "projected": [Dropout(0.5), Dense(SIZE, 24, False, torch.nn.Identity()), LayerNorm(24)],
     "twice": [Normalize(), Dense(SIZE, 24, activation_function=torch.nn.GELU())],
@@ -202,30 +201,21 @@ def test_rerankers_that_generate(
         assert llm.get_tokenizer().decode(long.prompt_token_ids).endswith("\nRelevant? ")
 
 
-def test_decoders_with_a_label(tmp_path: Path, opened: Any) -> None:
-    """As converted rerankers are saved: a score in place of the head."""
-    decoder(tmp_path, None, num_labels=1, pad_token_id=0)
-    model = CrossEncoder(str(tmp_path), device="cpu")
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_decoders_with_a_label(template: str | None, tmp_path: Path, opened: Any) -> None:
+    """As converted rerankers are saved: a score in place of the head. With a template they render
+    messages, though they generate nothing.
+    """
+    base, path = tmp_path / "base", tmp_path / "saved"
+    decoder(base, template, num_labels=1, pad_token_id=0)
+    CrossEncoder(str(base), device="cpu").save(str(path))
+    model = CrossEncoder(str(path), device="cpu")
     theirs = model.predict([(QUERY, text) for text in TEXTS], batch_size=1)
-    llm = opened(tmp_path)
+    llm = opened(path)
     found = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_tqdm=False)]
     assert found == pytest.approx(theirs.tolist(), abs=1e-4)
     with pytest.raises(InvalidRequestError, match="generates nothing"):
         llm.generate("a", use_tqdm=False)
-    edited(tmp_path, "config.json", num_labels=2, id2label={"0": "no", "1": "yes"})
-    with pytest.raises(UnsupportedModelError, match="2 labels .*only one label"):
-        opened(tmp_path)
-
-
-def test_a_decoder_with_a_label_and_a_template(tmp_path: Path, opened: Any) -> None:
-    """It renders messages, though it generates nothing."""
-    base, path = tmp_path / "base", tmp_path / "saved"
-    decoder(base, TEMPLATE, num_labels=1, pad_token_id=0)
-    CrossEncoder(str(base), device="cpu").save(str(path))
-    model = CrossEncoder(str(path), device="cpu")
-    theirs = model.predict([(QUERY, text) for text in TEXTS], batch_size=1)
-    found = opened(path).score(QUERY, TEXTS, use_tqdm=False)
-    assert [each.outputs.score for each in found] == pytest.approx(theirs.tolist(), abs=1e-4)
 
 
 def test_the_question_of_a_decoder_with_a_label(tmp_path: Path, opened: Any) -> None:

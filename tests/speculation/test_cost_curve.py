@@ -36,36 +36,6 @@ def test_least_slope_is_a_lower_bound() -> None:
             assert curve.at(larger) >= curve.at(size) + slope * (larger - size) - 1e-9
 
 
-@pytest.mark.parametrize("size", [8, 16, 12])
-def test_an_outlier_changes_nothing(size: int) -> None:
-    curve, same = CostCurve(MEASURED), CostCurve(MEASURED)
-    for step in range(100):
-        curve.observe(size, same.at(size) * (10 if step % 20 == 7 else 1))
-    for other in (1, 8, 12, 16, 32, 50):
-        assert curve.at(other) == pytest.approx(same.at(other))
-
-
-def test_all_steps_slower_changes_no_ratio() -> None:
-    """As when contexts grow: one size tells the others' scale too, once it is known."""
-    curve = CostCurve(MEASURED)
-    for _ in range(10):
-        curve.observe(8, 1.0)
-    for _ in range(30):
-        curve.observe(8, 1.5)
-    assert curve.at(8) == pytest.approx(1.5, rel=0.02)
-    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.15)
-
-
-@pytest.mark.parametrize("error", [0.5, 2.0])
-def test_a_wrong_measurement_is_repaired(error: float) -> None:
-    curve = CostCurve([(size, s * (error if size == 16 else 1)) for size, s in MEASURED])
-    for _ in range(20):
-        for size in (8, 16, 32):
-            curve.observe(size, CostCurve(MEASURED).at(size))
-    assert ratio(curve, 16, 8) == pytest.approx(2, rel=0.05)
-    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.05)
-
-
 def test_a_stair_between_measured_sizes_is_found() -> None:
     curve = CostCurve(((1, 1.0), (16, 1.0), (32, 2.0)))
     for _ in range(10):

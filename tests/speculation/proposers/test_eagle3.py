@@ -90,7 +90,7 @@ def test_the_most_likely_token_by_the_request_s_rules(
     )
     prompt = random_prompt(random.Random(1), 9)
     found, llm = run(make_llm, random_model, [(prompt, params)], **speculating("eagle3", head))
-    assert found[0][0] == [900] * 20
+    assert found[0].token_ids == [900] * 20
     num_accepted, num_proposed = acceptance(llm)
     assert num_accepted == num_proposed > 10
 
