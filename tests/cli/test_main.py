@@ -38,6 +38,27 @@ FAST = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, LLM]]:
+    made: dict[str, LLM] = {}
+    yield made
+    for llm in made.values():
+        llm.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def shared_engines(engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands with the same options have one engine."""
+
+    def shared(**options: Any) -> LLM:
+        key = repr(sorted(options.items()))
+        if key not in engines:
+            engines[key] = LLM(**options)
+        return engines[key]
+
+    monkeypatch.setattr("nanovllm.llm.LLM", shared)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the command line with `stdin`; return its status, standard output and standard error."""
@@ -123,13 +144,6 @@ def test_generate_stops_at_stop_strings(run: Run) -> None:
         (["--stop", "tiny", "--include-stop-str-in-output"], answer.index("tiny") + 4),
     ):
         assert generate(run, QUESTIONS[0], *flags) == answer[:end] + "\n"
-
-
-def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> None:
-    """The demo model's generation_config.json is greedy and sets no length: the default is 512."""
-    first = generate(run, QUESTIONS[0], "--ignore-eos", "--json", "--max-model-len", "1024")
-    assert len(json.loads(first)["token_ids"]) == 512
-    assert json.loads(first)["text"].startswith(f" {ANSWERS[0]}")
 
 
 @pytest.mark.parametrize(
