@@ -32,8 +32,7 @@ _NO_TEMPLATE_VARIABLES = {
 }
 """Arguments of transformers' apply_chat_template that have no meaning here."""
 
-_MAX_SHAPES = 16
-"""Templates of which is known how they take tools."""
+_MAX_SHAPES = 16  # templates of which is known how they take tools
 
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE "
 """Marks where the final message ends in the rendered text. A template that strips the message
@@ -41,11 +40,7 @@ strips the last space of the mark, too."""
 
 
 def as_conversations(messages: Any) -> Any:
-    """Return the conversations of an argument that is one conversation or a list of them.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """Return the conversations of an argument that is one or a list of them; refuse others."""
     if not isinstance(messages, list | tuple):
         raise InvalidRequestError(
             f"messages must be a conversation or a list of them, got {shown(messages)}"
@@ -145,10 +140,8 @@ class ChatTemplates:
         return _before_mark(text) if continues else text
 
     def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
-        """Return the text of messages by the checkpoint's own template, which may know any roles.
-
-        Raises:
-            InvalidRequestError: there is no template, or it fails.
+        """Return the text of messages by the checkpoint's own template, which may know any roles;
+        raise InvalidRequestError if there is none, or it fails.
         """
         assert self._tokenizer is not None
         variables = {"add_generation_prompt": False, "tools": None, "documents": None, **options}
@@ -168,12 +161,8 @@ class ChatTemplates:
     def _told(
         self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Return the text of the first form of a conversation that the template takes whole.
-
-        Where it leaves out some of each form, it is that of the last form that it takes.
-
-        Raises:
-            TemplateError: as for `TemplateProcess.render`; the template takes no form.
+        """Return the text of the first form of a conversation that the template takes whole, else
+        of the last form that it takes; raise TemplateError if it takes none.
         """
         refusals: list[TemplateError] = []
 
@@ -259,10 +248,10 @@ def _before_mark(text: str) -> str:
 
 
 def _retold(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation, then its other forms. Each has the same text, at other places.
+    """Yield a conversation, then forms of it with the same text at other places.
 
-    Arguments that are not a JSON object become the value of one argument; then system messages
-    after the first become words of the user's.
+    First, arguments that are not a JSON object become the value of one argument; then later system
+    messages become words of the user.
     """
     yield conversation
     if any(_odd_arguments(conversation)):
@@ -304,8 +293,8 @@ def _has_odd_systems(conversation: Seq[Mapping[str, Any]]) -> bool:
 def _with_later_systems_said(conversation: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation whose only system message is the first.
 
-    Later ones stay where they are, in a message of the user or a result: agents add one in each
-    turn, and what it changes before itself is computed again.
+    Later ones stay in place, in a message of the user or a result: agents add one in each turn, and
+    the text before it must not change, or its KV is computed again.
     """
     told: list[dict[str, Any]] = []
     is_alone = False  # the last message told has nothing but the text of system messages

@@ -45,11 +45,7 @@ def fitted(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a conversation, and variables of the template, such that all of it is in the text.
 
-    What the template does not show itself becomes text of a message.
-
-    Args:
-        tools: as given for the template; None for none.
-        shape: how the template takes tools and calls.
+    What the template, by its `shape`, does not show itself becomes text of a message.
     """
     if tools and shape.tools is None:
         return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
@@ -193,8 +189,8 @@ def _with_results(
 ) -> list[dict[str, Any]]:
     """Return a conversation with results of calls in messages of a role that the template knows.
 
-    Without one they are messages of the user, in the words of the Hermes models: one for results
-    that belong together, and with what the user says after them if the template wants turns.
+    Without one they become a message of the user, in Hermes' words: one for consecutive results,
+    and with what the user says after them if the template wants turns.
     """
     role = shape.result_role
     plain: list[dict[str, Any]] = []
@@ -221,11 +217,10 @@ def _with_results(
 def _with_tools_as_text(
     conversation: Seq[Mapping[str, Any]], tools: Seq[Any], shape: TemplateShape
 ) -> list[dict[str, Any]]:
-    """Return a conversation for a template that knows no tools.
+    """Return a conversation for a template that knows no tools, in the words of the Hermes models.
 
-    The tools go into the system message, or where the template knows none before the user's first
-    words; calls go into the text of their message, and results into a message of the user, in the
-    words of the Hermes models.
+    The tools go into the system message, or before the user's first words if the template knows
+    none; calls go into the text of their message, and results into messages of the user.
     """
     plain = [piece for m in conversation for piece in _as_template_takes_it(m, "", shape)]
     plain = _with_results(plain, shape)

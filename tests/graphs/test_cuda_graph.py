@@ -23,7 +23,6 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import make_runner
 from nanovllm.platform.cpu import CPU
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.worker import model_runner
 from nanovllm.worker.hooks import LAPS
@@ -32,7 +31,7 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.warm_up import allocate
-from tests.graphs.fake_graphs import FakeCapture, use_fake_graphs, use_triton
+from tests.graphs.fake_graphs import FakeCapture, use_triton
 from tests.kernels.triton.interpreter import patch_interpreter
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -143,24 +142,6 @@ def eager(random_model: str) -> Callable[[Workload], Outputs]:
     return outputs
 
 
-@pytest.fixture(scope="module")
-def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
-    """A random checkpoint whose head size the Triton kernels support."""
-    return shared_checkpoint(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        eos_token_id=7,
-    )
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    return use_fake_graphs(monkeypatch)
-
-
 def num_replays(captures: list[FakeCapture]) -> int:
     return sum(graph.num_replays for capture in captures for graph in capture.graphs)
 
@@ -191,13 +172,8 @@ def test_same_tokens_with_preemption(
     eager: Any,
     captures: Any,
     queue_depth: int,
-    monkeypatch: pytest.MonkeyPatch,
+    preempted: list[Any],
 ) -> None:
-    preempted: list[int] = []
-    preempt = Scheduler.preempt
-    monkeypatch.setattr(
-        Scheduler, "preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
     options = {"num_kvcache_blocks": 16, "queue_depth": queue_depth}
     assert generate(random_model, workload, **options) == eager(workload)
     assert preempted

@@ -320,18 +320,6 @@ def test_an_engine_that_preempts_and_aborts(
     assert any(followers)
 
 
-@pytest.fixture(scope="module")
-def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
-    """A random checkpoint whose head size the Triton kernels support."""
-    return shared_checkpoint(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-
-
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted, which a GPU turns off")
 def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(

@@ -14,17 +14,12 @@ from nanovllm.features.graphs.piecewise_graphs import PiecewiseGraphs, piece_siz
 from nanovllm.features.graphs.step_runners import StepRunners
 from nanovllm.features.speculation.proposers.eagle3_head import capture_features
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM
-from tests.graphs.fake_graphs import FakeCapture, use_fake_graphs
+from tests.graphs.fake_graphs import FakeCapture
 from tests.graphs.test_cuda_graph import BLOCK_SIZE, Bench
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50, logprobs=1, prompt_logprobs=1)
 PADDING_SLOT = 100 * BLOCK_SIZE
 """Of a bench: the first slot of the block that the scheduler does not know of."""
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    return use_fake_graphs(monkeypatch)
 
 
 @pytest.fixture

@@ -312,17 +312,6 @@ def test_top_p_keeps_all_that_tie_with_the_last(monkeypatch, top_p, top_k, num_s
     assert_same_kept(kept, logits, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-300}], ids=str)
-def test_the_narrowest_filters_leave_the_most_likely_token(dtype, filters):
-    logits, _ = random_rows(200, 1003, dtype)
-    logits[torch.arange(200), torch.randint(1003, (200,))] = 20.0  # the only one of its value
-    sampling = make_sampling(200, temperature=5.0, seeds=torch.arange(200), **filters)
-    chosen = draw(logits, sampling, enough_candidates(**filters))
-    assert chosen.dtype == torch.int64
-    assert torch.equal(chosen, logits.argmax(-1))
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(100, torch.float32), (1003, torch.bfloat16), (5003, torch.float32)]
 )

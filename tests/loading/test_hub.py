@@ -288,10 +288,10 @@ def test_an_index_that_names_what_is_no_file_of_the_checkpoint(directory, name, 
 
 def test_an_index_of_many_missing_files_names_some(directory):
     (directory / "here.safetensors").touch()
-    names = ["here.safetensors", *(f"{i:05}.safetensors" for i in range(10_000))]
+    names = ["here.safetensors", *(f"{i:05}.safetensors" for i in range(1000))]
     weight_map = dict(enumerate(names))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    missing = r"missing: 00000.safetensors, .* 00004.safetensors, and 9995 more$"
+    missing = r"missing: 00000.safetensors, .* 00004.safetensors, and 995 more$"
     with pytest.raises(CheckpointError, match=missing):
         local_weights(directory)
 

@@ -13,18 +13,10 @@ from tests.checkpoints import copy_checkpoint, make_checkpoint, read_json, write
 from tests.models.comparison import Steps
 from tests.quantization import quantised
 from tests.quantization.float_checkpoints import make_compressed, make_modelopt, scheme_of
-from tests.quantization.integer_cases import CASES
+from tests.quantization.integer_cases import BY_LAYOUT, CASES
 
 LINEAR = "model.layers.1.self_attn.k_proj"
 K = LINEAR.replace(".", r"\.")
-INTEGERS = {
-    "packed": "W4A16 g32 asymmetric",
-    "ordered": "W4A16 g64 group order",
-    "bytes": "W4A8 bytes",
-    "GPTQ": "GPTQ desc_act",
-    "GPTQ v1": "GPTQ",
-    "AWQ": "AWQ g64",
-}
 FLOATS = {"NVFP4": "NVFP4", "MXFP4": "MXFP4", "FP8": "FP8_DYNAMIC"}
 
 
@@ -33,7 +25,7 @@ def sound(random_model, tmp_path_factory):
     """Paths of sound checkpoints by format. k_proj has 64 outputs and 128 inputs, or 48 and 64."""
     path = tmp_path_factory.mktemp("sound")
     model = make_checkpoint(path / "model", **quantised.SIZES)
-    found = {k: quantised.write(model, path / k, *CASES[name])[0] for k, name in INTEGERS.items()}
+    found = {k: quantised.write(model, path / k, *CASES[name])[0] for k, name in BY_LAYOUT.items()}
     for key, preset in FLOATS.items():
         found[key] = make_compressed(random_model, path / key, scheme_of(preset))[0]
     for key in ("NVFP4", "FP8"):

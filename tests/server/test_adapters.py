@@ -1,5 +1,6 @@
 """Adapters as models: those of lora_modules, and those that clients load and unload."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -80,41 +81,38 @@ def test_options_are_checked(adapted: Running, async_llm: AsyncLLM, home: Path) 
 
 def test_the_model_of_a_request_selects_an_adapter(adapted: Running, home: Path) -> None:
     """In each route, streamed and whole; the answer has the name and the text of the adapter."""
-    client = adapted.client()
-    cards = {card.id: card for card in client.models.list()}
+    cards = {card["id"]: card for card in adapted.send("/v1/models").body["data"]}
     assert cards.keys() == {"model", "first"}
-    extra = cards["first"].model_extra
-    assert (extra["parent"], extra["root"]) == ("model", str(home / "a"))
+    assert (cards["first"]["parent"], cards["first"]["root"]) == ("model", str(home / "a"))
     assert adapted.send("/v1/models/first").body["id"] == "first"
     texts: dict[str, set[str]] = {}
+    messages = [{"role": "user", "content": QUESTION}]
     for model in cards:
-        messages: Any = [{"role": "user", "content": QUESTION}]
-        found: Any = client.chat.completions.create(model=model, messages=messages, max_tokens=8)
-        chunks: Any = client.chat.completions.create(
-            model=model, messages=messages, max_tokens=8, stream=True
-        )
-        parts = list(chunks)
-        assert {found.model} == {chunk.model for chunk in parts} == {model}
-        texts[model] = {"".join(chunk.choices[0].delta.content or "" for chunk in parts)}
-        response = client.responses.create(model=model, input=QUESTION, max_output_tokens=8)
-        *_, last = client.responses.create(
-            model=model, input=QUESTION, max_output_tokens=8, stream=True
-        )
-        assert last.type == "response.incomplete"
-        assert response.model == last.response.model == model
-        texts[model] |= {found.choices[0].message.content, response.output_text}
-        assert len(texts[model] | {last.response.output_text}) == 1
-        stream: Any = client.completions.create(
-            model=model, prompt=QUESTION, max_tokens=8, temperature=0, stream=True
-        )
-        pieces = list(stream)
-        assert {piece.model for piece in pieces} == {model}
-        assert "".join(p.choices[0].text for p in pieces) == complete(adapted, model)
+        chat = {"model": model, "messages": messages, "max_tokens": 8}
+        response = {"model": model, "input": QUESTION, "max_output_tokens": 8}
+        whole = [adapted.send("/v1/chat/completions", chat).body]
+        whole.append(adapted.send("/v1/responses", response).body)
+        assert [answer["model"] for answer in whole] == [model] * 2
+        texts[model] = {whole[0]["choices"][0]["message"]["content"]}
+        texts[model].add(whole[1]["output"][0]["content"][0]["text"])
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+            streamed = adapted.send(path, {**body, "stream": True}).body
+            assert f'"model":"{model}"' in streamed
+            lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
+            texts[model].add("".join(map(delta_of, map(json.loads, lines))))
+        assert len(texts[model]) == 1
     assert texts["model"] != texts["first"]
     assert complete(adapted, "model") != complete(adapted, "first")
     error = adapted.send(COMPLETE, {"prompt": "a", "model": "second"})
     assert (error.status, error.error["code"]) == (404, "model_not_found")
     assert error.error["message"].endswith("this server has 'model', 'first'")
+
+
+def delta_of(event: dict[str, Any]) -> str:
+    """Return the text in an event of a chat or of a response."""
+    if event.get("type") == "response.output_text.delta":
+        return str(event["delta"])
+    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
 def test_the_answers_are_those_of_the_library(adapted: Running, home: Path) -> None:

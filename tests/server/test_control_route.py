@@ -268,7 +268,6 @@ def test_wrong_orders(server: Running) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.layers.0.x", torch.zeros(2), "model.layers.0.x"),
         ("model.norm.weight", torch.zeros(3), "model.norm.weight"),
         ("model.norm.weight", torch.zeros(3, dtype=torch.int32), "'int32' must be one of float32"),
     ],
@@ -277,7 +276,7 @@ def test_wrong_tensors_change_nothing(
     server: Running, old: Weights, name: str, tensor: torch.Tensor, message: str
 ) -> None:
     before = text_of(server.send(COMPLETE, SHORT))
-    sender = WeightSender(server.url, timeout=20)
+    sender = WeightSender(server.url, timeout=0.5)  # which it waits for
     sender.init_weight_transfer()
     with pytest.raises(RuntimeError) as found:
         sender.send_weights([("model.norm.weight", old["model.norm.weight"]), (name, tensor)])

@@ -19,7 +19,7 @@ from nanovllm import AsyncLLM
 from nanovllm.apps.server.protocol import ConversationRequest, RequestModel
 from tests.server.conftest import Reply, Running, running
 
-NUM = int(os.environ.get("FUZZ_EXAMPLES", 90))
+NUM = int(os.environ.get("FUZZ_EXAMPLES", 60))
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -240,60 +240,38 @@ def test_items_become_messages() -> None:
     assert done == {"role": "assistant", "content": "Done."}
 
 
+OTHER = {"type": "function", "name": "f"}
+FORM = {"type": "json_schema", "schema": {"type": "x"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({}, "input", "missing"),
-        ({"input": "Hi", "previous_response_id": "r"}, "previous_response_id", "not stored"),
-        ({"input": "Hi", "background": True}, "background", "leave it out"),
-        ({"input": "Hi", "conversation": "c"}, "conversation", "send the earlier items as input"),
-        ({"input": "Hi", "include": ["all"]}, "include", "reasoning.encrypted_content"),
-        (
-            {"input": "Hi", "tools": [{"type": "web_search"}]},
-            "tools[0].type",
-            "'web_search' is not",
-        ),
-        ({"input": "Hi", "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"input": "Hi", "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
-        (
-            {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
-            "tool_choice",
-            "a tool named 'f'",
-        ),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_schema"}}},
-            "text.format.schema",
-            "needs",
-        ),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "text.format",
-            "cannot be used",
-        ),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
-            "text.format",
-            "guided_regex and text.format both say",
-        ),
+        ({"previous_response_id": "r"}, "previous_response_id", "not stored"),
+        ({"background": True}, "background", "leave it out"),
+        ({"conversation": "c"}, "conversation", "send the earlier items as input"),
+        ({"include": ["all"]}, "include", "reasoning.encrypted_content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
+        ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "a tool named 'f'"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs"),
+        ({"text": {"format": FORM}}, "text.format", "cannot be used"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format", "both"),
         ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "are not stored"),
         ({"input": [CALL] * 129}, "input", "at most 128 calls in succession"),
         ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "'assistant'"),
-        (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": 5}]},
-            "input[0].arguments",
-            "valid string",
-        ),
+        ({"input": [{**CALL, "arguments": 5}]}, "input[0].arguments", "valid string"),
     ],
 )
 def test_bad_requests_are_refused(
     server: Running, fields: dict[str, Any], param: str, message: str
 ) -> None:
-    reply = server.send("/v1/responses", fields)
-    assert reply.status == 400
-    assert reply.error["param"] == param
+    reply = server.send("/v1/responses", {"input": "Hi", **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)
     assert message in reply.error["message"]
 
 

@@ -83,11 +83,6 @@ class EngineProcess:
         self._process.stdin.close()
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
@@ -95,20 +90,14 @@ class EngineProcess:
         """Return when the model is loaded; raise ServerError if the process ends."""
         while True:
             if not self.is_alive:
-                raise ServerError(await self.reason())
+                raise ServerError(await self.ended())
             with contextlib.suppress(httpx.TransportError):
                 if (await self.client.get("/ready")).status_code == 200:
                     return
             await asyncio.sleep(_POLL_SECONDS)
 
     async def ended(self) -> str:
-        """Return, when the process has ended, why."""
-        assert self._process is not None
-        await self._process.wait()
-        return await self.reason()
-
-    async def reason(self) -> str:
-        """Return why the process ended: the error in its log, or the signal."""
+        """Return, when the process has ended, why: the error in its log, or the signal."""
         assert self._process is not None
         assert self._reading is not None
         status = await self._process.wait()

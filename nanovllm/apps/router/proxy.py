@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 
 import httpx
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.router.models import Models
@@ -53,8 +53,9 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
             counted = held.enter_context(self._bodies.reading(receive))
-            body = await _read(counted)
-            if body is None:
+            try:
+                body = await Request(scope, counted).body()
+            except ClientDisconnect:
                 return
             name = await self._name(scope, body)
             guard = Guard()
@@ -212,15 +213,3 @@ def for_engine(scope: Scope, body: bytes) -> httpx.Request:
         content=body,
         extensions={"target": target},
     )
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """Return the whole body of a request; None if its client has gone."""
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)

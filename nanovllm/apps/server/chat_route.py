@@ -12,7 +12,7 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import AnswerReader, prepare, render
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction, typed
+from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -72,14 +72,8 @@ def _render(server: ServerState, body: ChatRequest) -> str:
 class _Choice:
     """One of n answers: its parser, and its frames."""
 
-    def __init__(
-        self,
-        server: ServerState,
-        body: ChatRequest,
-        prompt: str,
-        functions: Seq[TypedFunction],
-    ) -> None:
-        self.reader = AnswerReader(server, body, prompt, functions)
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
         self._has_text = False
@@ -106,7 +100,8 @@ class _Answer:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         functions = typed(body.functions)
-        self._choices = [_Choice(server, body, prompt, functions) for _ in range(body.n or 1)]
+        readers = (AnswerReader(server, body, prompt, functions) for _ in range(body.n or 1))
+        self._choices = [_Choice(reader) for reader in readers]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
         self._num_output = 0  # tokens that came
         self._options = options = body.stream_options or StreamOptions()

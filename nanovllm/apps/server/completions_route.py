@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -116,10 +117,9 @@ class _Answer:
         choices: list[dict[str, Any]] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
-            if self.may_be_large:
-                choices += await asyncio.to_thread(self._choices, prompt_index, output)
-            else:
-                choices += self._choices(prompt_index, output)
+            for completion in output.outputs:
+                make = partial(self._choice, prompt_index, output, completion)
+                choices.append(await asyncio.to_thread(make) if self.may_be_large else make())
         choices.sort(key=lambda choice: int(choice["index"]))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
@@ -176,9 +176,6 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         cached = sum(self._num_cached.values())
         return usage(sum(self._num_prompt.values()), self._num_output, cached)
-
-    def _choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        return [self._choice(prompt_index, output, c) for c in output.outputs]
 
     def _choice(
         self,

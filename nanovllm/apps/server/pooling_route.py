@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
@@ -71,18 +71,14 @@ class PoolingRequest(EngineRequest):
 
 
 class EmbeddingRequest(PoolingRequest):
+    others = _OTHERS | other_names({"task": ("embed",)})
+
     input: Prompts
     """A text, a list of texts, token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
     """Which of the checkpoint's prompts to write before each text, such as "query"."""
-
-
-class TaskRequest(EmbeddingRequest):
-    """Texts to make vectors of, with vLLM's name for that."""
-
-    others = _OTHERS | other_names({"task": ("embed",)})
 
 
 Texts = Annotated[
@@ -119,6 +115,10 @@ class ScoreRequest(PoolingRequest):
         return given
 
 
+def _as_object(given: Any) -> Any:
+    return {"text": given} if isinstance(given, str) else given
+
+
 class Document(BaseModel):
     """A document with its text, as Jina and Cohere write it, and with any other fields."""
 
@@ -134,7 +134,8 @@ class RerankRequest(PoolingRequest):
 
     query: str
     documents: Annotated[
-        list[Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+        list[Annotated[Document, BeforeValidator(_as_object)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
     ]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """Return only so many of the best; null and 0 return all."""
@@ -143,14 +144,6 @@ class RerankRequest(PoolingRequest):
     """Keep only so many tokens at the beginning of each document; null and 0 keep all."""
     instruction: str | None = None
     """For rerankers: what a document must do for the query."""
-
-    @field_validator("documents", mode="before")
-    @classmethod
-    def _take_texts(cls, given: Any) -> Any:
-        """Return documents, some of which are texts, as objects."""
-        if not isinstance(given, list):
-            return given
-        return [{"text": each} if isinstance(each, str) else each for each in given]
 
 
 _LARGE_ANSWER = 2**14
@@ -164,7 +157,7 @@ async def embed(request: Request, body: EmbeddingRequest) -> Response:
 
 
 @router.post("/pooling")
-async def pool(request: Request, body: TaskRequest) -> Response:
+async def pool(request: Request, body: EmbeddingRequest) -> Response:
     """Make vectors of texts, in vLLM's form."""
     return await _embed(request, body, "pool", "pooling", "data")
 

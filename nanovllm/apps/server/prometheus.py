@@ -278,21 +278,23 @@ class RequestMeter:
     def observe(self, output: RequestOutput) -> None:
         """Count a delta of a stream, or the whole output."""
         metrics = output.metrics
-        first = self._last is None
-        if first:
+        if self._last is None:
             self._observe("request_params_n", self._params.n)
             self._observe("request_params_max_tokens", self._params.max_tokens)
+            self._record.num_prompt_tokens += len(output.prompt_token_ids)
         had_token = self._last is not None and self._last.metrics.first_token_time is not None
         if metrics.time_to_first_token is not None and not had_token:
-            self._observe("time_to_first_token_seconds", metrics.time_to_first_token)
-            self._record.first_token(metrics.time_to_first_token)
+            seconds = metrics.time_to_first_token
+            self._observe("time_to_first_token_seconds", seconds)
+            shortest = min(seconds, self._record.time_to_first_token or seconds)
+            self._record.time_to_first_token = shortest
         self._last = output
         for completion in output.outputs:
             if completion.token_ids:
                 self._count_tokens(completion, metrics)
             if completion.finish_reason is not None:
                 self._finish(completion.index, completion.finish_reason)
-        self._record.observe(output, is_first=first)
+                self._record.finish_reasons[completion.finish_reason] = None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, InvalidRequestError):
@@ -309,6 +311,7 @@ class RequestMeter:
         index = completion.index
         num_new = len(completion.token_ids)
         self._num_tokens[index] += num_new
+        self._record.num_output_tokens += num_new
         start = self._last_token[index]
         end = metrics.last_token_time
         if start is None:  # the first token follows no other

@@ -17,7 +17,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
-from nanovllm.outputs import RequestOutput
 from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
@@ -46,19 +45,6 @@ class RequestRecord:
     finish_reasons: dict[str, None] = dataclasses.field(default_factory=dict)
     is_passed_on: bool = False
     """Whether an engine of its own process answers, and logs it."""
-
-    def first_token(self, seconds: float) -> None:
-        """Note the time to a first token; the shortest counts."""
-        self.time_to_first_token = min(seconds, self.time_to_first_token or seconds)
-
-    def observe(self, output: RequestOutput, *, is_first: bool) -> None:
-        """Add a delta, or a whole output; `is_first` says that it is the first of its request."""
-        if is_first:
-            self.num_prompt_tokens += len(output.prompt_token_ids)
-        for completion in output.outputs:
-            self.num_output_tokens += len(completion.token_ids)
-            if completion.finish_reason is not None:
-                self.finish_reasons[completion.finish_reason] = None
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord | None:

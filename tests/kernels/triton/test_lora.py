@@ -8,10 +8,10 @@ import torch
 
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable, empty_table
 from nanovllm.kernels.triton import lora
-from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.harness import compile_launches
 from tests.kernels.triton.inputs import DEVICE, few_dtypes, randn
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.kernels.triton.test_compile import meta
+from tests.kernels.triton.test_compile import assert_fits, meta
 
 patch_interpreter()
 
@@ -105,11 +105,6 @@ def launch(tokens, rank, dtype):
 
 def test_compiles():
     """For GPUs that are not present; no register is spilled."""
-    compiled = compile_launches((launch, 5, 64, torch.bfloat16), archs=ARCHS)
-    assert list(compiled) == list(ARCHS)
-    for kernels in compiled.values():
-        assert [kernel.name for kernel in kernels] == ["_shrink", "_expand"]
-        for kernel in kernels:
-            assert kernel.n_spills == 0, kernel
-            assert kernel.n_regs <= 128, kernel
-            assert kernel.shared <= 99 * 1024, kernel
+    compiled = compile_launches((launch, 5, 64, torch.bfloat16))
+    assert_fits(compiled, "_shrink", "_expand")
+    assert all(kernel.shared <= 99 * 1024 for kernels in compiled.values() for kernel in kernels)

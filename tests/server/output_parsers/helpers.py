@@ -13,7 +13,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     marked_tag,
 )
 from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
-from nanovllm.apps.server.output_parsers.tool_formats import TOOL_FORMATS
+from nanovllm.apps.server.output_parsers.tool_formats import MISTRAL_ARGS, TOOL_FORMATS
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 Answer = list[str | tuple[str, str]]
@@ -24,7 +24,7 @@ def make_parser(
     form: str, functions: Sequence[Any] = (), *, marked: Sequence[str] | None = ()
 ) -> ToolCallParser:
     """Return a parser of a format; of its tags those in `marked`, or all (None), are tokens."""
-    found = TOOL_FORMATS[form]
+    found = MISTRAL_ARGS if form == "mistral" else TOOL_FORMATS[form]
     assert found.parser is not None
     marked = found.tags if marked is None else marked
     return found.parser([marked_tag(tag, marked) for tag in found.tags], functions)

@@ -203,6 +203,16 @@ BROKEN: list[tuple[str, str, Answer]] = [
         [("f", '{"a": "</tool_call><tool_call>{\\"b\\""}')],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [("f", '{"a": "b')]),
+    (
+        "hermes",
+        '<tool_call>[{"name": "f", "arguments": {"a": 1,<tool_call>x',
+        [("f", '{"a": 1,'), "<tool_call>x"],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": [1, [2], [TOOL_CALLS]g[ARGS]{}',
+        [("f", '{"a": [1, [2], '), ("g", "{}")],
+    ),
 ]
 """Calls whose JSON is not ended where the call is. One call ends and the next begins all the same:
 symptom: the string of the first swallows the second."""

@@ -260,8 +260,7 @@ class AnswerFormat:
     ) -> StructuredOutputsParams:
         """Return a form whose text may follow reasoning, or must if the prompt opens it.
 
-        Args:
-            calls: rules of the calls that may come instead; "" for none.
+        `calls` are rules of the calls that may come instead; "" for none.
         """
         start = self._start(prompt)
         if start == _NO_REASONING and not calls:

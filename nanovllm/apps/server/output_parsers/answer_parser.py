@@ -103,11 +103,7 @@ class AnswerParser:
 
 
 class _Thought:
-    """Reasoning that may hold a call.
-
-    Args:
-        calls: a parser that has read nothing yet.
-    """
+    """Reasoning that may hold a call; `calls` is a parser that has read nothing yet."""
 
     def __init__(self, calls: ToolCallParser) -> None:
         self._calls = calls

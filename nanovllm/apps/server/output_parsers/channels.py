@@ -14,7 +14,7 @@ to=self<|message|>...<|eom|><|start|>assistant to=f<|message|><atem:function_cal
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function
@@ -22,6 +22,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     Part,
     PartsReader,
     ReasoningDelta,
+    Steps,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -43,13 +44,11 @@ ATEM_TAGS = ("<atem:function_calls>", "</atem:function_calls>")
 _START, _MESSAGE = HARMONY_TAGS[:2]
 _CHANNEL, _CONSTRAIN = HARMONY_TAGS[-2:]
 _CHANNEL_NAME = re.compile(r"\W*(analysis|commentary|final)(?![a-z])[?.…]*")
-_READERS = ("assistant", "user", "all")
-"""Recipients that are not functions."""
+_READERS = ("assistant", "user", "all")  # recipients that are not functions
 _CONTENT_TYPES = ("json", "code", "text")
 _CONTENT_TYPE = re.compile(r"\A\s*(?:json|code|text)\b")
 
-Kind = Literal["text", "reasoning", "call"]
-"""What a message is."""
+Kind = Literal["text", "reasoning", "call"]  # what a message is
 
 
 class ChannelsParser(PartsReader):
@@ -58,25 +57,21 @@ class ChannelsParser(PartsReader):
     Messages of one kind are joined by line ends.
 
     Args:
-        has_reasoning: False leaves reasoning in the text.
-        has_calls: False leaves calls in the text.
+        has_reasoning, has_calls: False leaves these in the text.
         started: the prompt ends inside a message of reasoning.
         marked: tags that have TOKEN_MARK before them.
-        functions: those that may be called: their schemas have the types of arguments.
+        functions: their schemas have the types of arguments.
     """
 
     reasoning: ClassVar[ReasoningFormat]
     tags: ClassVar[tuple[str, ...]]
     """The tag before a header, but for the first; between a header and its message; after a
     message; others, of which those of harmony's headers are last."""
-    untagged_header: ClassVar[re.Pattern[str]]
-    """Matches a header that does not begin with a tag."""
-    recipient: ClassVar[re.Pattern[str]]
-    """Finds the recipient that a header names."""
+    untagged_header: ClassVar[re.Pattern[str]]  # matches a header that does not begin with a tag
+    recipient: ClassVar[re.Pattern[str]]  # finds the recipient that a header names
     thought_header: ClassVar[str]
     """The header of a message of reasoning in a grammar, with {0} for the first of the tags."""
-    text_opening: ClassVar[str]
-    """Likewise what stands before the text of an answer."""
+    text_opening: ClassVar[str]  # likewise what stands before the text of an answer
 
     def __init__(
         self,
@@ -100,7 +95,7 @@ class ChannelsParser(PartsReader):
         self._said: set[Kind] = set()  # kinds that an earlier message has
         self._is_first = True  # nothing of the message was returned yet
 
-    def _answer(self) -> Iterator[None]:
+    def _answer(self) -> Steps[None]:
         any_tag = re.compile("|".join(map(re.escape, self._tags)))
         while not self._ended:
             end = 0
@@ -154,9 +149,7 @@ class ChannelsParser(PartsReader):
     def _end_header(self, *, has_message: bool = False) -> None:
         """Begin the message that the header announces, unless it was cut off.
 
-        Args:
-            has_message: whether the tag of the message was read. Otherwise the answer ended, or
-                the model forgot it.
+        `has_message` is whether its tag was read; else the answer ended, or the model forgot it.
         """
 
     def _may_call(self) -> bool:
@@ -208,7 +201,6 @@ class ChannelsParser(PartsReader):
 
         Args:
             literal: returns a tag as it stands in a grammar.
-            tag_ids: ids of the tags that are tokens.
             inside: whether the prompt ends inside the reasoning.
         """
         start, message, end = map(literal, cls.tags[:3])
@@ -262,9 +254,8 @@ class HarmonyParser(ChannelsParser):
             self._send(rest.lstrip() if self._is_open else rest)
 
     def _read_header(self, sections: list[tuple[str, str]]) -> tuple[str | None, str | None, str]:
-        """Return the channel and the recipient that a header names, and what belongs to no header.
-
-        There is some if the model forgot <|message|>.
+        """Return the channel and the recipient that a header names, and the rest of its text:
+        there is some if the model forgot <|message|>.
         """
         channel = recipient = None
         rest = ""
@@ -306,8 +297,7 @@ class HarmonyParser(ChannelsParser):
 class AtemParser(InvokeParser):
     """<atem:function_calls>, in it <atem:invoke name="f"> and a tag for each parameter.
 
-    The arguments may be a JSON object instead. A model that is told of recipients such as f.* may
-    call f.f.
+    The arguments may be JSON. A model that is told of recipients such as f.* may call f.f.
     """
 
     function = ('<atem:invoke name="', "</atem:invoke>")

@@ -6,7 +6,8 @@ import string
 from collections.abc import Sequence
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function
-from nanovllm.apps.server.output_parsers.tool_calls import NotACall, Steps, ToolCallParser
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps
+from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 FUNCTOOLS = "functools["

@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
-from nanovllm.apps.server.output_parsers.parts import prefix_at_end
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps, prefix_at_end
 from nanovllm.apps.server.output_parsers.tool_calls import (
     JSON_SCALAR,
-    NotACall,
-    Steps,
     ToolCallParser,
     decoded,
     escaped,
@@ -24,8 +22,7 @@ from nanovllm.apps.server.output_parsers.tool_calls import (
 )
 from nanovllm.options.sampling_params import TOKEN_MARK
 
-_NAME = re.compile(r"[-.:\w]")
-"""A character of a function's name."""
+_NAME = re.compile(r"[-.:\w]")  # a character of a function's name
 _JSON_BEGINS = {"}": "{", "]": "[", "": ""}
 
 # Python's
@@ -34,12 +31,10 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
 _WORDS |= {"set()": "[]", "list()": "[]", "tuple()": "[]", "dict()": "{}"}
 _NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
-_MAX_NUMBER = 64
-"""Characters of a number that is written as JSON has it."""
+_MAX_NUMBER = 64  # characters of a number that is written as JSON has it
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 _ESCAPES |= {character: character for character in "\\'\""}
-_CODES = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits after a backslash and this letter."""
+_CODES = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits after a backslash and this letter
 _FENCE = "```"
 _BEGINS_CALL = re.compile(r"[\w{]")
 _PREFIX = re.compile(r"[rbfuRBFU]")
@@ -51,10 +46,8 @@ class _Bracket:
 
     opening: str
     closing: str
-    json_end: str | None
-    """What closes its JSON; None if that is not decided yet, nor what opens it."""
-    place: int = 0
-    """Where that stands in the text that is held back."""
+    json_end: str | None  # what closes its JSON; None if that is not decided yet, nor what opens it
+    place: int = 0  # where that stands in the text that is held back
 
 
 class LiteralParser(ToolCallParser):
@@ -70,10 +63,8 @@ class LiteralParser(ToolCallParser):
     undecided: ClassVar[str] = ""
     """Brackets whose JSON depends on what follows: they hold an object if their first value is a
     key, otherwise a list; round ones may enclose a single value."""
-    quotes: tuple[str, ...]
-    """What a string may begin with, and then ends with."""
-    escapes: bool = False
-    """Whether a backslash has a meaning in strings."""
+    quotes: tuple[str, ...]  # what a string may begin with, and then ends with
+    escapes: bool = False  # whether a backslash has a meaning in strings
     words_nest: ClassVar[bool] = False
     """Whether brackets in a bare word belong to it, up to those that close them."""
 
@@ -94,11 +85,9 @@ class LiteralParser(ToolCallParser):
         """Return a value that has no quotes and no brackets as JSON."""
 
     def _read_call(self, name: str, closing: str, separator: str) -> Steps[None]:
-        """Read the arguments after their bracket, and pass the call on meanwhile.
+        """Read the arguments up to their closing bracket, and pass the call on meanwhile.
 
-        Args:
-            closing: the bracket after them.
-            separator: what stands between a name and its value.
+        `separator` stands between a name and its value.
         """
         self._parameters = self._types.get(name)
         self._start(name)
@@ -318,10 +307,8 @@ class LiteralParser(ToolCallParser):
         self._write(escaped(_ESCAPES.get(letter, f"\\{letter}")))
 
     def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
-        """Whether a quote that was read ends its string: one of `ends`, or no text, follows.
-
-        Args:
-            num_inner: how many quotes in the string did not.
+        """Whether a quote that was read ends its string, as `num_inner` before it did not: one of
+        `ends`, or no text, follows.
         """
         start = self._pos
         following = yield from self._following()
@@ -330,11 +317,7 @@ class LiteralParser(ToolCallParser):
         return found
 
     def _following(self) -> Steps[str]:
-        """Return the next character after white space; "" at the end of the answer.
-
-        Raises:
-            NotACall: the answer was cut off before it.
-        """
+        """Return what `_next` does; raise NotACall if the answer was cut off before it."""
         character = yield from self._next()
         if not character and self._cut:
             raise NotACall
@@ -344,8 +327,7 @@ class LiteralParser(ToolCallParser):
 class GemmaParser(LiteralParser):
     """<|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>, one after the other; Gemma 4.
 
-    FunctionGemma has other tags. Keys may be quoted, and strings be JSON's or have single quotes.
-    Calls may be JSON.
+    Keys may be quoted; strings may be JSON's or have single quotes; calls may be JSON.
     """
 
     def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
@@ -394,9 +376,8 @@ class GemmaParser(LiteralParser):
 class PythonicParser(LiteralParser):
     """<|tool_call_start|>[f(key=value), g()]<|tool_call_end|>; LFM2.
 
-    Values are Python's literals, or JSON. The chat template does not escape quotes, so models
-    forget to: then a quote ends its string if what follows may follow an argument. Calls may be
-    JSON objects instead.
+    Values are Python's literals, or JSON; calls may be JSON objects. The chat template does not
+    escape quotes, so models forget to: a quote ends its string if an argument may end there.
     """
 
     brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -467,8 +448,7 @@ class PythonicParser(LiteralParser):
     def _is_after_value(self, ends: str, *, is_sure: bool) -> Steps[bool]:
         """Whether what comes next may follow a value: brackets that close, or another value.
 
-        Args:
-            is_sure: whether no quote in the value waits for another one.
+        `is_sure` is whether no quote in the value waits for another one.
         """
         depth = len(self._open)
         while True:

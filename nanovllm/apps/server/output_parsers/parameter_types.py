@@ -1,7 +1,6 @@
-"""What JSON types the parameters of a function may have, by the schema of the function.
+"""What JSON types the parameters of a function may have, for calls that write values without types.
 
-For formats of calls that write values without their types. Reads any schema: what it does not
-understand says nothing.
+Reads any schema of a function: what it does not understand says nothing.
 """
 
 import functools
@@ -43,11 +42,9 @@ _IMPLIED = {
 }
 """Keywords that apply to one type only."""
 _BRANCHES = ("allOf", "anyOf", "oneOf")
-_MAX_DEPTH = 64
-"""Depth of schemas and references that say of what type one value is."""
+_MAX_DEPTH = 64  # depth of schemas and references that say of what type one value is
 
-_Types = frozenset[str] | None
-"""None stands for any type."""
+_Types = frozenset[str] | None  # None stands for any type
 
 
 class Function(Protocol):
@@ -60,11 +57,7 @@ class Function(Protocol):
 
 
 class ParameterTypes:
-    """The types of a function's parameters.
-
-    Args:
-        schema: of the function's arguments; None if it declares none. It must not change.
-    """
+    """The types of the parameters in a schema, which must not change; None declares none."""
 
     def __init__(self, schema: Mapping[str, Any] | None) -> None:
         self._root: Mapping[str, Any] = schema or {}
@@ -156,10 +149,7 @@ class TypedFunction(NamedTuple):
 
 
 def typed(functions: Iterable[Function]) -> list[TypedFunction]:
-    """Return functions with the types of their parameters; those that have them stay as they are.
-
-    Sharing the result between answers saves time.
-    """
+    """Return functions with the types of their parameters, to be shared between answers."""
     found = []
     for each in functions:
         if not isinstance(each, TypedFunction):

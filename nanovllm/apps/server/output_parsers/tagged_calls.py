@@ -19,13 +19,8 @@ from typing import ClassVar
 
 from nanovllm.apps.server.output_parsers.json_calls import HermesParser
 from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
-from nanovllm.apps.server.output_parsers.tool_calls import (
-    NotACall,
-    Steps,
-    decoded,
-    escaped,
-    quoted,
-)
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps
+from nanovllm.apps.server.output_parsers.tool_calls import decoded, escaped, quoted
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 _HELD = re.compile(rf"\n?{TOKEN_MARK}?(?:<[/a-z:_=\" ]{{0,24}})?\Z")
@@ -51,8 +46,7 @@ class TaggedParser(HermesParser):
     """The tags around a call; the first ends before the name."""
     parameter: ClassVar[tuple[str, str]] = ("<parameter=", "</parameter>")
     """The tags around a value, likewise."""
-    name_end: ClassVar[str] = ">"
-    """What follows a name; no name contains it."""
+    name_end: ClassVar[str] = ">"  # what follows a name; no name contains it
     trims_values: ClassVar[bool] = True
     """Whether a line end on each side of a value belongs to the tags."""
 
@@ -104,26 +98,20 @@ class TaggedParser(HermesParser):
         self._drop_read()
 
     def _function_name(self) -> Steps[str]:
-        return (yield from self._name())
-
-    def _key_of_value(self) -> Steps[str]:
-        """Read a parameter's name up to its value."""
-        return (yield from self._name())
-
-    def _name(self) -> Steps[str]:
         """Read a name and what stands after it."""
         name = (yield from self._word(self._name_character)).strip(" \t\"'")
         if not name or not (yield from self._accept(self.name_end)):
             raise NotACall
         return name
 
+    def _key_of_value(self) -> Steps[str]:
+        """Read a parameter's name up to its value."""
+        return (yield from self._function_name())
+
     def _has_parameter(self) -> Steps[bool]:
         """Read up to the next parameter or the end of the call; return whether there is one.
 
-        Anything else there is ignored.
-
-        Raises:
-            NotACall: the answer was cut off.
+        Anything else is ignored. Like `_parameter`, raises NotACall if the answer was cut off.
         """
         while True:
             if (yield from self._accept_next(self._key_begin)):
@@ -140,16 +128,11 @@ class TaggedParser(HermesParser):
             self._pos += 1
 
     def _parameter(self, types: Set[str]) -> Steps[None]:
-        """Read a value and the tag after it, and pass it on.
-
-        Raises:
-            NotACall: the answer was cut off.
-        """
+        """Read a value and the tag after it, and pass it on."""
         if self.trims_values:
             yield from self._accept("\n")
-        pieces: list[str] = []  # of a value that is not a plain string
-        is_string = types == {"string"}
-        self._send_arguments('"' if is_string else "")
+        pieces: list[str] | None = None if types == {"string"} else []  # a string is passed on
+        self._send_arguments('"' if pieces is None else "")
         while True:
             found = self._value_end.search(self._text, self._pos)
             if found is None:
@@ -157,25 +140,22 @@ class TaggedParser(HermesParser):
                 assert held is not None
                 is_whole = self._ended and not self._cut
                 end = len(self._text.removesuffix("\n")) if is_whole else held.start()
-                self._take_value(end, None if is_string else pieces)
+                self._take_value(end, pieces)
                 if self._ended:
                     self._pos = len(self._text)
                 if is_whole:
                     break
                 yield from self._more()
                 continue
-            self._take_value(found.start(), None if is_string else pieces)
+            self._take_value(found.start(), pieces)
             start = self._pos
             self._pos += len(found[0])
             if (yield from self._is_end_of_value()):
                 break
             end = self._pos
             self._pos = start
-            self._take_value(end, None if is_string else pieces)
-        if is_string:
-            self._send_arguments('"')
-        else:
-            self._send_arguments(as_json("".join(pieces), types))
+            self._take_value(end, pieces)
+        self._send_arguments('"' if pieces is None else as_json("".join(pieces), types))
 
     def _take_value(self, end: int, pieces: list[str] | None) -> None:
         """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
@@ -202,10 +182,7 @@ class TaggedParser(HermesParser):
 
 
 class InvokeParser(TaggedParser):
-    """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2.
-
-    All of a value belongs to it.
-    """
+    """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2."""
 
     function = ('<invoke name="', "</invoke>")
     parameter = ('<parameter name="', "</parameter>")
@@ -248,8 +225,7 @@ class GlmParser(TaggedParser):
 def as_json(text: str, types: Set[str]) -> str:
     """Return a value as JSON of one of these types, or else as a string.
 
-    It may be Python's, as chat templates write values: True, ['a', None]. A whole number may have
-    zeros after its point.
+    It may be Python's, as chat templates write values: True, ['a', None], and 7.0 an integer.
     """
     value = text.strip()
     if _WORDS.get(value.lower()) in types:

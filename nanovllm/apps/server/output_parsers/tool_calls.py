@@ -8,12 +8,14 @@ import functools
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function, typed
 from nanovllm.apps.server.output_parsers.parts import (
+    NotACall,
     PartsReader,
+    Steps,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
@@ -22,20 +24,12 @@ from nanovllm.apps.server.output_parsers.parts import (
 )
 from nanovllm.options.sampling_params import TOKEN_MARK
 
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""A piece of a reader's work. It yields where it needs more text."""
-
 JSON_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _SCALAR = re.compile(r"[-+.\w]")
 _ARGUMENTS = ("arguments", "parameters")
 _MOST_READ = 4096
-MAX_CALLS = 128
-"""Calls in an answer; a message of a request may have as many."""
-
-
-class NotACall(Exception):
-    """What began like a call is not one: it is text."""
+_LONGEST_TAG = 64
+MAX_CALLS = 128  # calls in an answer; a message of a request may have as many
 
 
 class ToolCallParser(PartsReader):
@@ -56,10 +50,8 @@ class ToolCallParser(PartsReader):
     """What calls may begin with besides the first tag."""
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     """What the name is called in a call that is JSON."""
-    only_known_keys: ClassVar[bool] = False
-    """Whether an object with further keys is not a call."""
-    calls_are_json: ClassVar[bool] = True
-    """Whether JSON follows the opening of a call."""
+    only_known_keys: ClassVar[bool] = False  # whether an object with further keys is not a call
+    calls_are_json: ClassVar[bool] = True  # whether JSON follows the opening of a call
 
     def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
         super().__init__()
@@ -67,7 +59,6 @@ class ToolCallParser(PartsReader):
         self._functions = typed(functions)
         self._opening, self._end = tags[:2]
         self._openings = (self._opening, *map(self._tag, self.other_openings))
-        self._pos = 0  # how much of the text was read
         self._stops: tuple[str, ...] = ()  # tags that end a value which was not ended
         self._source: list[str] = []  # what was read since the opening of the last call
         self._num_calls = 0
@@ -98,10 +89,8 @@ class ToolCallParser(PartsReader):
         return tuple(filter(None, (self._end, *self._openings)))
 
     def _skip_repeated(self, begin: int) -> Steps[None]:
-        """Read what models write once more after the closing tag: all that was between the tags.
-
-        Args:
-            begin: where that begins in what was read since the opening.
+        """Read what models write once more after the closing tag: all that was between the tags,
+        from the place `begin` in what was read since the opening.
         """
         whole = ("".join(self._source) + self._text[: self._pos])[begin:].strip()
         body = whole.removesuffix(self._end).strip()
@@ -149,8 +138,9 @@ class ToolCallParser(PartsReader):
                 except NotACall:
                     if self._cut and (has_tag or self._num_calls > num_calls):
                         return  # of a call that cannot be made
-                    if self._is_after_call and self._text.strip() == self._opening:
-                        return  # it stands for the closing tag, and the answer has ended
+                    is_last = self._ended and self._text.strip() == self._opening
+                    if is_last and self._is_after_call:
+                        return  # it stands for the closing tag
                     self._send_text(self._pos)
                 else:
                     self._drop_read()
@@ -295,10 +285,7 @@ class ToolCallParser(PartsReader):
         self._has_sent_text = False
 
     def _drop_read(self) -> str:
-        """Forget the text that was read, and return it."""
-        read = self._text[: self._pos]
-        self._text = self._text[self._pos :]
-        self._pos = 0
+        read = super()._drop_read()
         self._source.append(read)
         return read
 
@@ -384,7 +371,7 @@ class ToolCallParser(PartsReader):
     def _search(self, characters: str) -> Steps[str]:
         """Read up to the next of these characters or of `_stops`, and return it."""
         pattern = _any_of(characters, self._stops)
-        while (match := pattern.search(self._text, self._pos)) is None:
+        while (match := pattern.search(self._text, self._pos)) is None or self._may_be_stop(match):
             held = prefix_at_end(self._text[self._pos :], self._stops)
             is_text = self._ended and not self._cut
             self._pos = len(self._text) - (0 if is_text else len(held))
@@ -392,22 +379,13 @@ class ToolCallParser(PartsReader):
         self._pos = match.end()
         return match[0]
 
-    def _word(self, character: re.Pattern[str]) -> Steps[str]:
-        """Read the characters that match a pattern, and return them."""
-        start = self._pos
-        while character.fullmatch((yield from self._peek())):
-            self._pos += 1
-        return self._text[start : self._pos]
-
-    def _skip_space(self) -> Steps[None]:
-        while (yield from self._peek()).isspace():
-            self._pos += 1
-
-    def _skip_tags(self, tag: str) -> Steps[None]:
-        """Read white space, and a tag as often as it is repeated."""
-        yield from self._skip_space()
-        while tag and (yield from self._accept(tag)):
-            yield from self._skip_space()
+    def _may_be_stop(self, match: re.Match[str]) -> bool:
+        """Whether a bracket at the end of the text may belong to one of `_stops`: [TOOL_CALLS]."""
+        begin = len(self._text) - _LONGEST_TAG
+        if self._ended or match.end() < begin:
+            return False
+        held = prefix_at_end(self._text[max(self._pos, begin) :], self._stops)
+        return match.end() > len(self._text) - len(held)
 
     def _expect(self, characters: str) -> Steps[str]:
         """Read white space and one character, which must be one of these, and return it."""
@@ -417,51 +395,10 @@ class ToolCallParser(PartsReader):
         self._pos += 1
         return character
 
-    def _accept(self, string: str) -> Steps[bool]:
-        """Read a string if it comes next; return whether it does. What is cut off of it is read."""
-        start = self._pos
-        for character in string:
-            found = yield from self._peek()
-            if found != character:
-                self._pos = self._pos if self._cut and not found else start
-                return False
-            self._pos += 1
-        return True
-
-    def _accept_next(self, string: str) -> Steps[bool]:
-        """Read white space, and a string as `_accept` does."""
-        yield from self._skip_space()
-        return (yield from self._accept(string))
-
-    def _is_next(self, tag: str) -> Steps[bool]:
-        """Whether a tag comes next; "" never does. Nothing of it is read."""
-        start = self._pos
-        found = tag != "" and (yield from self._accept(tag))
-        self._pos = start
-        return found
-
-    def _peek(self) -> Steps[str]:
-        """Return the next character; "" at the end of the answer."""
-        while self._pos == len(self._text) and not self._ended:
-            yield from self._more()
-        return self._text[self._pos : self._pos + 1]
-
-    def _next(self) -> Steps[str]:
-        """Read white space, and return the character after it; "" at the end of the answer."""
-        yield from self._skip_space()
-        return (yield from self._peek())
-
     def _more(self) -> Steps[None]:
-        """Wait for more text; pass on the arguments that were read.
-
-        Raises:
-            NotACall: the answer has ended.
-        """
-        if self._ended:
-            raise NotACall
-        if self._is_streaming:
+        if self._is_streaming and not self._ended:
             self._send_arguments(self._drop_read())
-        yield
+        yield from super()._more()
 
 
 @functools.lru_cache(maxsize=256)
@@ -479,12 +416,8 @@ def decoded(source: str) -> str | None:
 
 
 def plain_object(source: str) -> str:
-    """Return arguments as the text of a JSON object where they are one in disguise.
-
-    Some models write the object as a string, and null or "" for no arguments.
-
-    Raises:
-        NotACall: it is not a JSON value.
+    """Return arguments as the text of a JSON object: some models write the object as a string,
+    and null or "" for none. Raises NotACall if it is not a JSON value.
     """
     if source in ("null", '""'):
         return "{}"

@@ -18,8 +18,7 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.options.json_schema import X_GUIDANCE, grammar_schema
 from nanovllm.options.structured_outputs import MAX_CHARS
 
-_MORE = f"{{0,{MAX_CALLS - 1}}}"
-"""How often a call may follow the first one in a grammar."""
+_MORE = f"{{0,{MAX_CALLS - 1}}}"  # how often a call may follow the first one in a grammar
 _JSON = r'"{{\"name\": \"NAME\", \"arguments\": " ARGUMENTS "}}"'
 _NUMBER = "/[0-9]{{1,3}}/"
 _BLOCK = r'"NAME\n```json\n" ARGUMENTS "\n```"'
@@ -33,24 +32,18 @@ class ToolFormat:
     no quoting in them: see `ToolName`.
     """
 
-    parser: type[ToolCallParser] | None = None
-    """What reads calls."""
+    parser: type[ToolCallParser] | None = None  # what reads calls
     channels: type[ChannelsParser] | None = None
     """What reads whole answers, in a format whose messages go to channels or recipients."""
     tags: tuple[str, ...]
     """Strings of the format that are tokens in some vocabularies; those that the parser takes."""
     ends: tuple[str, ...] = ()
     """Tokens after calls that end the answer, also where the checkpoint does not list them."""
-    calls: tuple[str, str] = ("", "")
-    """What stands before all calls and after them in a grammar."""
-    call: str = _JSON
-    """A call of the function NAME, with ARGUMENTS."""
-    block: str = "call"
-    """A call and what is around each."""
-    separator: str = ""
-    """What stands between calls."""
-    takes_several: bool = True
-    """Whether an answer may have several calls."""
+    calls: tuple[str, str] = ("", "")  # what stands before all calls and after them in a grammar
+    call: str = _JSON  # a call of the function NAME, with ARGUMENTS
+    block: str = "call"  # a call and what is around each
+    separator: str = ""  # what stands between calls
+    takes_several: bool = True  # whether an answer may have several calls
     holds_strict: bool = False
     """Whether a grammar may stand over calls that the model makes of itself: it has them as the
     model writes them, after a tag that is a token."""
@@ -64,14 +57,8 @@ class ToolFormat:
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
     ) -> str:
-        """Return rules in llguidance's Lark, of which `calls` is one call or more.
-
-        Args:
-            several: whether more than one call may be made: `MAX_CALLS` at most.
-            tag_ids: ids of the tags that are tokens.
-
-        Raises:
-            InvalidRequestError: the rules are too long.
+        """Return rules in llguidance's Lark, of which `calls` is one call or, if `several`, up to
+        `MAX_CALLS`; raise InvalidRequestError if they are too long.
         """
         tags = [tag_literal(tag, tag_ids) for tag in self.tags]
         before, after = (part.format(*tags) for part in self.calls)
@@ -297,10 +284,7 @@ _OTHER = ("<function=", "<parameter", "<tool_sep>", ">>>")
 
 
 def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a call's arguments: an object, as `grammar_schema` has it.
-
-    A function that declares no properties takes no arguments.
-    """
+    """Return the schema of a call's arguments; one that declares no properties allows none."""
     schema: dict[str, Any] = {"type": "object", **(parameters or {})}
     if not schema.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
         schema = {"properties": {}, **schema}
@@ -317,10 +301,8 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format that a chat template shows; None if it shows another one.
 
-    Args:
-        shape: how it takes tools, see `ChatTemplates.shape`: one that shows none is given them in
-            the Hermes format, and where its words are not sure the parser must read the call that
-            it writes. None is what its words say.
+    Its `shape` tells more than its words: a template that shows no tools gets them in the Hermes
+    format, and where words are not sure the parser must read the call that the template writes.
     """
     template = chat_template or ""
     if is_harmony(template):
