@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 MAX_MODEL_LEN = 256
 NUM_REQUESTS = 32
-NUM_PROVED = 8
+NUM_PROVED = 5
 ONE_KV = {"kv_cache_dtype": "auto"}
 """Otherwise `nanovllm prove` has an int8 KV cache, too."""
 
@@ -86,7 +86,6 @@ def assert_same_bits(
     tmp_path: Path,
     ways: tuple[str, ...],
     full: bool = False,
-    num_requests: int = NUM_PROVED,
     lora_modules: tuple[str, ...] = (),
     **options: Any,
 ) -> None:
@@ -95,7 +94,7 @@ def assert_same_bits(
     prove = ProveOptions(
         ways=ways,
         full=full,
-        num_requests=num_requests,
+        num_requests=NUM_PROVED,
         reproduction=script,
         lora_modules=lora_modules,
     )
@@ -268,7 +267,7 @@ def test_bits_of_other_families_do_not_depend_on_the_batch(
     caplog.set_level(logging.INFO, "nanovllm")
     ways = (*FEW, "drafts, chunks, preempted", *(["call by call"] if quantization is None else []))
     options = {"quantization": quantization, "kvcache_block_size": 32, **ONE_KV}
-    assert_same_bits(model, tmp_path, ways, num_requests=5, **options)
+    assert_same_bits(model, tmp_path, ways, **options)
     assert "call by call" not in caplog.text
 
 
