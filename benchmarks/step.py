@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.comparison import processor_name
 from benchmarks.harness import Table, loadable, make_parser
+from benchmarks.rates import RateMeter
 from benchmarks.shapes import described, read_config, weight_bytes
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import RateMeter
 from nanovllm.kernels.cpu import library
 from nanovllm.worker.step_sampler import StepSampler
 

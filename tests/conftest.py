@@ -173,6 +173,18 @@ def inference_mode() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return a function that makes this process one rank among several."""
+    from nanovllm.utils import distributed
+
+    def become(rank: int, size: int) -> None:
+        found = distributed.TensorParallel(rank, size)
+        monkeypatch.setattr(distributed, "_tensor_parallel", found)
+
+    return become
+
+
 @pytest.fixture(scope="session")
 def shared_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Return a random checkpoint with the given config.

@@ -5,7 +5,6 @@ An unfinished stream leaves nothing in the engine.
 
 import dataclasses
 import gc
-import itertools
 import random
 from collections.abc import Iterator, Sequence as Seq
 from typing import Any
@@ -83,7 +82,7 @@ STREAMS = {
 def test_stream_joins_to_what_generate_returns(llm: LLM, case: str) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 160, **STREAMS[case]}
     params = SamplingParams(**options)
-    for question in [*MULTI_BYTE, QUESTION]:
+    for question in (MULTI_BYTE[0], QUESTION):
         expected = generate(llm, question, params)
         pieces = list(llm.stream(question, params))
         assert join(pieces) == whole(expected)
@@ -118,7 +117,7 @@ def test_streams_may_be_read_in_any_order(
 ) -> None:
     llm = make_llm(demo_model.MODEL, **{**OPTIONS, **options})
     params = dataclasses.replace(GREEDY, stop=stop)
-    questions = QUESTIONS[:30]
+    questions = QUESTIONS[:12]
     streams = [llm.stream(question, params) for question in questions]
     for question, pieces in zip(questions, read_in_turns(streams, seed=len(stop)), strict=True):
         (joined,) = join(pieces)
@@ -126,15 +125,6 @@ def test_streams_may_be_read_in_any_order(
         assert (joined.text, joined.stop_reason) == (text, stop_string)
         assert joined.finish_reason == "stop"
     assert_idle(llm)
-
-
-def test_two_streams_may_be_read_in_turns(llm: LLM) -> None:
-    first, second = (llm.stream(question, GREEDY) for question in QUESTIONS[:2])
-    texts = ["", ""]
-    for pieces in itertools.zip_longest(first, second):
-        for index, piece in enumerate(pieces):
-            texts[index] += piece.text if piece else ""
-    assert texts == [" " + ANSWER_TO[question] for question in QUESTIONS[:2]]
 
 
 def test_stream_runs_beside_other_callers_requests(llm: LLM) -> None:
@@ -154,7 +144,7 @@ def test_stream_runs_beside_other_callers_requests(llm: LLM) -> None:
     )
 
 
-@pytest.mark.parametrize("num_pieces", [0, 1, 5])
+@pytest.mark.parametrize("num_pieces", [0, 5])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("ends_by", ["close", "del", "exception"])
 def test_unfinished_stream_is_aborted(llm: LLM, num_pieces: int, n: int, ends_by: str) -> None:
@@ -174,7 +164,10 @@ def test_unfinished_stream_is_aborted(llm: LLM, num_pieces: int, n: int, ends_by
 
 
 def test_closing_a_stream_keeps_the_others_whole(llm: LLM) -> None:
-    """A stream is closed while pieces of other streams, from the same step, are still unread."""
+    """A stream is closed while pieces of other streams, from the same step, are still unread.
+
+    Symptom: pieces that another caller's steps produced for the stream are never dropped.
+    """
     streams: list[Any] = [llm.stream(question, GREEDY) for question in QUESTIONS[:4]]
     pieces: list[list[RequestOutput]] = [[] for _ in streams]
     next(streams[0])
@@ -183,15 +176,6 @@ def test_closing_a_stream_keeps_the_others_whole(llm: LLM) -> None:
     streams[2].close()
     for index in (1, 3):
         assert join(streams[index])[0].text == " " + ANSWER_TO[QUESTIONS[index]]
-
-
-def test_closed_stream_leaves_nothing_in_the_engine(llm: LLM) -> None:
-    """Symptom: pieces that another caller's steps produced for the stream are never dropped."""
-    stream: Any = llm.stream(QUESTION, GREEDY)
-    next(stream)
-    llm.generate(QUESTIONS[1], GREEDY, use_tqdm=False)
-    stream.close()
-    assert_idle(llm)
 
 
 def test_pieces_share_the_prompt(llm: LLM) -> None:

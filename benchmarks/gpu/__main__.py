@@ -159,7 +159,7 @@ def describe_machine() -> dict[str, str]:
     gpu = output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
     name, *details = gpu.splitlines()[0].split(", ") if gpu else [torch.cuda.get_device_name()]
     versions = {}
-    for package in ("torch", "triton", "transformers", "vllm"):
+    for package in ("torch", "triton", "transformers", "flash-attn", "vllm"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

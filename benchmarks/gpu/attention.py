@@ -39,16 +39,24 @@ CASES = (
 
 
 def attention(record: Record) -> None:
-    """Time each case with the Triton backend."""
+    """Time each case with each backend."""
     import torch
 
+    from nanovllm.attention.flash_attn import FlashAttnBackend
     from nanovllm.attention.spec import AttentionSpec
     from nanovllm.attention.triton import TritonBackend
 
     spec = AttentionSpec(16, 8, 128, torch.bfloat16, torch.device("cuda"), None)
-    for case in CASES:
-        work = functools.partial(time_attention, TritonBackend(spec), case)
-        record.attempt("rows", {"backend": TritonBackend.name, **case._asdict()}, work)
+    kinds: list[Any] = [TritonBackend, FlashAttnBackend]
+    for kind in kinds:
+        label = {"backend": kind.name}
+        reason = kind.unsupported(spec)
+        if reason is not None:
+            record.add("rows", {**label, "error": reason})
+            continue
+        for case in CASES:
+            work = functools.partial(time_attention, kind(spec), case)
+            record.attempt("rows", {**label, **case._asdict()}, work)
 
 
 def time_attention(backend: "PagedBackend", case: Case) -> dict[str, Any]:

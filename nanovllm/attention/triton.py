@@ -24,8 +24,7 @@ class PagedBackend(Backend):
     """KV cache of a layer: [2, num_blocks, block_size, num_kv_heads, head_dim], or 1 in place of 2
     where the values are a part of the keys.
 
-    Base of the GPU backends: the layout is flash-attn's. One Triton kernel normalises, rotates and
-    stores.
+    Base of the GPU backends. One Triton kernel normalises, rotates and stores.
     """
 
     supports_graph: ClassVar[bool] = True

@@ -1,6 +1,4 @@
-"""Messages in OpenAI's format, as chat templates read them: every way into the engine prepares its
-conversations here.
-"""
+"""Messages in OpenAI's format, prepared for chat templates: all conversations come through here."""
 
 import json
 import math
@@ -59,10 +57,9 @@ def fields_of(given: Any) -> Any:
 def prepared(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a conversation as templates read them.
 
-    Each has a `content` that is a string. What is empty is left out. Arguments of calls are
-    dictionaries, unless their text is not a JSON object: then it stays a text. Of a call only what
-    OpenAI's API defines is kept: client libraries add further fields. Reasoning has both its
-    names, and the role "developer" is "system".
+    Each `content` is a string. What is empty is left out. Arguments of calls are dictionaries; text
+    that is not a JSON object stays text. Of a call only what OpenAI's API defines is kept: client
+    libraries add fields. Reasoning has both its names, and the role "developer" is "system".
 
     Raises:
         InvalidRequestError: this is not a conversation, or a message is invalid.

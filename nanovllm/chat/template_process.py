@@ -23,12 +23,9 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-MAX_SECONDS = 1.0
-"""Processor time of one rendering. Time of other processes does not count."""
-MAX_BYTES = 256 * 2**20
-"""Memory of the process, in addition to what Python and Jinja take."""
-MAX_CHARS = 2**24
-"""Length of the rendered text."""
+MAX_SECONDS = 1.0  # processor time of one rendering. Time of other processes does not count.
+MAX_BYTES = 256 * 2**20  # memory of the process, in addition to what Python and Jinja take
+MAX_CHARS = 2**24  # length of the rendered text
 
 _OUT_OF_MEMORY = 3  # exit status
 
@@ -42,11 +39,9 @@ class TemplateLimitError(TemplateError):
 
 
 class TemplateProcess:
-    """Renders templates in a process that is started when first needed.
+    """Renders templates in a process that is started when first needed; one at a time.
 
-    The limits are MAX_SECONDS, MAX_BYTES and MAX_CHARS. A template that reaches one of the first
-    two ends the process; the next template gets a new one. Threads may share an instance: they
-    render one after the other.
+    A template that reaches MAX_SECONDS or MAX_BYTES ends the process; the next gets a new one.
     """
 
     def __init__(self) -> None:
@@ -54,7 +49,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
-        from nanovllm.utils.forked import call_in_forked  # the process itself does without
+        from nanovllm.utils.process import call_in_forked  # the process itself does without
 
         call_in_forked(self._let_go)
 

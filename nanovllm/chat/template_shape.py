@@ -42,23 +42,18 @@ _RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation", "enviro
 class TemplateShape(NamedTuple):
     """How a chat template takes what it may know of tools."""
 
-    tools: ToolsPlace | None = "tools"
-    """Where it reads tools; None: it shows none."""
+    tools: ToolsPlace | None = "tools"  # where it reads tools; None: it shows none
     shows_calls: bool = True
-    content: str | None = ""
-    """The content of a message that has calls only."""
+    content: str | None = ""  # the content of a message that has calls only
     arguments_are_text: bool = False
     """Whether the arguments of calls are JSON text; otherwise they are dictionaries."""
     result_role: str | None = "tool"
     """The role of a call's result; None: no role is known that shows one."""
-    takes_system: bool = True
-    """Whether it shows a system message."""
-    wants_turns: bool = False
-    """Whether it refuses two messages of the user in a row."""
+    takes_system: bool = True  # whether it shows a system message
+    wants_turns: bool = False  # whether it refuses two messages of the user in a row
     splits_text: bool = False
     """Whether text next to calls must be a message before them, or it is lost."""
-    splits_calls: bool = False
-    """Whether each call must be a message."""
+    splits_calls: bool = False  # whether each call must be a message
     ids_are_named: bool = False
     """Whether it shows of a call's name only what the id has: ids must be `NAMED_ID`."""
     written: str = ""
@@ -66,11 +61,9 @@ class TemplateShape(NamedTuple):
 
 
 def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateShape:
-    """Return how a template takes tools, calls and results.
+    """Return how a template, which `render` renders, takes tools, calls and results.
 
-    Args:
-        render: renders `template`.
-        has_tools: whether the conversation comes with tools. Some templates show calls only then.
+    `has_tools` is whether the conversation has tools: some templates show calls only then.
 
     Raises:
         TemplateLimitError: the template takes too much time or memory.

@@ -1,10 +1,13 @@
-"""Conversations to text: checks messages in OpenAI's format and renders them by a chat template."""
+"""Conversations to text: checks messages in OpenAI's format and renders them by a chat template.
 
-from collections.abc import Mapping, Sequence as Seq
+Where a template refuses a conversation or leaves some of it out, other forms of it are tried.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.openai_messages import fields_of, is_message, prepared
-from nanovllm.chat.retelling import is_told, retold, without_system
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape
 from nanovllm.chat.tool_messages import (
@@ -24,21 +27,12 @@ Message = Mapping[str, Any]
 with these fields, such as those of the openai package, will do."""
 
 _NO_TEMPLATE_VARIABLES = {
-    "messages",
-    "tokenize",
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "padding",
-    "truncation",
-    "max_length",
-    "sanitize_control_tokens",
+    *("messages", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "padding", "truncation", "max_length", "sanitize_control_tokens"),
 }
 """Arguments of transformers' apply_chat_template that have no meaning here."""
 
-_MAX_SHAPES = 16
-"""Templates of which is known how they take tools."""
+_MAX_SHAPES = 16  # templates of which is known how they take tools
 
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE "
 """Marks where the final message ends in the rendered text. A template that strips the message
@@ -46,11 +40,7 @@ strips the last space of the mark, too."""
 
 
 def as_conversations(messages: Any) -> Any:
-    """Return the conversations of an argument that is one conversation or a list of them.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """Return the conversations of an argument that is one or a list of them; refuse others."""
     if not isinstance(messages, list | tuple):
         raise InvalidRequestError(
             f"messages must be a conversation or a list of them, got {shown(messages)}"
@@ -150,10 +140,8 @@ class ChatTemplates:
         return _before_mark(text) if continues else text
 
     def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
-        """Return the text of messages by the checkpoint's own template, which may know any roles.
-
-        Raises:
-            InvalidRequestError: there is no template, or it fails.
+        """Return the text of messages by the checkpoint's own template, which may know any roles;
+        raise InvalidRequestError if there is none, or it fails.
         """
         assert self._tokenizer is not None
         variables = {"add_generation_prompt": False, "tools": None, "documents": None, **options}
@@ -173,12 +161,8 @@ class ChatTemplates:
     def _told(
         self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Return the text of the first form of a conversation that the template takes whole.
-
-        Where it leaves out some of each form, it is that of the last form that it takes.
-
-        Raises:
-            TemplateError: as for `TemplateProcess.render`; the template takes no form.
+        """Return the text of the first form of a conversation that the template takes whole, else
+        of the last form that it takes; raise TemplateError if it takes none.
         """
         refusals: list[TemplateError] = []
 
@@ -192,13 +176,13 @@ class ChatTemplates:
                 return None
 
         found: str | None = None
-        for form in retold(conversation):
+        for form in _retold(conversation):
             text = attempt(form)
-            if text is not None and is_told(form, text):
+            if text is not None and _is_told(form, text):
                 return text
             found = text if text is not None else found
         if found is None and form[0]["role"] == "system":
-            found = attempt(without_system(form))
+            found = attempt(_without_system(form))
         if found is None:
             raise refusals[0]
         return found
@@ -261,3 +245,92 @@ def _before_mark(text: str) -> str:
             "the chat template leaves out the final message, so it cannot be continued"
         )
     return before if after.startswith(" ") else before.rstrip()
+
+
+def _retold(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation, then forms of it with the same text at other places.
+
+    First, arguments that are not a JSON object become the value of one argument; then later system
+    messages become words of the user.
+    """
+    yield conversation
+    if any(_odd_arguments(conversation)):
+        conversation = [_with_plain_arguments(message) for message in conversation]
+        yield conversation
+    if _has_odd_systems(conversation):
+        yield _with_later_systems_said(conversation)
+
+
+def _without_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose first, a system message, begins the user's first message."""
+    first, *rest = conversation
+    index = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+    if index is None:
+        return [{**first, "role": "user"}, *rest]
+    asked = _joined(first, rest[index])
+    return [*rest[:index], {**rest[index], "content": asked}, *rest[index + 1 :]]
+
+
+def _is_told(conversation: Seq[Mapping[str, Any]], text: str) -> bool:
+    """Whether a rendered text has what templates tend to lose: further system messages, and
+    arguments that are not a JSON object.
+    """
+    expected = list(_odd_arguments(conversation))
+    if _has_odd_systems(conversation):
+        expected += [m["content"].strip() for m in conversation if m["role"] == "system"]
+    return all(
+        given in text
+        or any(json.dumps(given, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+        for given in expected
+    )
+
+
+def _has_odd_systems(conversation: Seq[Mapping[str, Any]]) -> bool:
+    """Whether there is a system message other than one at the start."""
+    return any(message["role"] == "system" for message in conversation[1:])
+
+
+def _with_later_systems_said(conversation: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose only system message is the first.
+
+    Later ones stay in place, in a message of the user or a result: agents add one in each turn, and
+    the text before it must not change, or its KV is computed again.
+    """
+    told: list[dict[str, Any]] = []
+    is_alone = False  # the last message told has nothing but the text of system messages
+    for message in conversation:
+        role = message["role"]
+        if role == "system" and told and told[-1]["role"] != "assistant":
+            told[-1] = {**told[-1], "content": _joined(told[-1], message)}
+        elif is_alone and role in ("user", "tool"):
+            told[-1] = {**message, "content": _joined(told[-1], message)}
+            is_alone = False
+        else:
+            is_alone = role == "system" and bool(told)
+            told.append({**message, "role": "user"} if is_alone else message)
+    return told
+
+
+def _joined(*messages: Mapping[str, Any]) -> str:
+    return "\n\n".join(message["content"] for message in messages if message["content"])
+
+
+def _odd_arguments(conversation: Seq[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the arguments of calls that are texts."""
+    for message in conversation:
+        for call in message.get("tool_calls", ()):
+            if isinstance(given := call.get("function", call)["arguments"], str):
+                yield given
+
+
+def _with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which arguments that are a text are the value of one argument."""
+    if not any(_odd_arguments([message])):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(given := function["arguments"], str):
+            function = {**function, "arguments": {"arguments": given}}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}

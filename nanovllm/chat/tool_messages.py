@@ -45,11 +45,7 @@ def fitted(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a conversation, and variables of the template, such that all of it is in the text.
 
-    What the template does not show itself becomes text of a message.
-
-    Args:
-        tools: as given for the template; None for none.
-        shape: how the template takes tools and calls.
+    What the template, by its `shape`, does not show itself becomes text of a message.
     """
     if tools and shape.tools is None:
         return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
@@ -76,16 +72,18 @@ def with_thinking(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
-def completed(tools: Any) -> Any:
-    """Return tools whose functions have a description and parameters, as some templates demand."""
+def completed(tools: Any, *, parameters: bool = True) -> Any:
+    """Return tools whose functions have a description, as some templates demand, and parameters."""
     if not isinstance(tools, list | tuple):
         return tools
     found = []
     for tool in map(fields_of, tools):
         function = fields_of(tool.get("function")) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping):
-            parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-            function = {"description": "", **function, "parameters": parameters}
+            function = {"description": "", **function}
+            if parameters:
+                given = function.get("parameters") or {}
+                function["parameters"] = {"type": "object", "properties": {}, **given}
             tool = {**tool, "function": function}
         found.append(tool)
     return found
@@ -191,8 +189,8 @@ def _with_results(
 ) -> list[dict[str, Any]]:
     """Return a conversation with results of calls in messages of a role that the template knows.
 
-    Without one they are messages of the user, in the words of the Hermes models: one for results
-    that belong together, and with what the user says after them if the template wants turns.
+    Without one they become a message of the user, in Hermes' words: one for consecutive results,
+    and with what the user says after them if the template wants turns.
     """
     role = shape.result_role
     plain: list[dict[str, Any]] = []
@@ -219,11 +217,10 @@ def _with_results(
 def _with_tools_as_text(
     conversation: Seq[Mapping[str, Any]], tools: Seq[Any], shape: TemplateShape
 ) -> list[dict[str, Any]]:
-    """Return a conversation for a template that knows no tools.
+    """Return a conversation for a template that knows no tools, in the words of the Hermes models.
 
-    The tools go into the system message, or where the template knows none before the user's first
-    words; calls go into the text of their message, and results into a message of the user, in the
-    words of the Hermes models.
+    The tools go into the system message, or before the user's first words if the template knows
+    none; calls go into the text of their message, and results into messages of the user.
     """
     plain = [piece for m in conversation for piece in _as_template_takes_it(m, "", shape)]
     plain = _with_results(plain, shape)
@@ -253,11 +250,7 @@ def for_harmony(
     for message in plain:
         if message.get("tool_calls") and message.get("thinking") and message.get("content"):
             message["thinking"] += f"\n{message.pop('content')}"
-    described = [fields_of(tool) for tool in tools or ()]
-    for index, tool in enumerate(described):
-        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
-            described[index] = {**tool, "function": {"description": "", **tool["function"]}}
-    return plain, described or tools
+    return plain, completed(tools, parameters=False)
 
 
 def _one_call_each(conversation: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -84,8 +84,10 @@ class CUDA(Platform):
 
     def attention_backends(self, kernels: Kernels) -> Iterator[type[Backend]]:
         if kernels.name == "triton":
+            from nanovllm.attention.flash_attn import FlashAttnBackend
             from nanovllm.attention.triton import TritonBackend
 
+            yield FlashAttnBackend
             yield TritonBackend
         yield from super().attention_backends(kernels)
 

@@ -1,17 +1,20 @@
-"""The Triton backend: its results against plain torch (interpreted if there is no GPU), and the
-specs that it refuses.
+"""The GPU backends: Triton's results against plain torch (interpreted if there is no GPU), the
+arguments of flash-attn, and the specs that each backend refuses.
 """
 
 import dataclasses
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, demo_model
+from nanovllm.attention.flash_attn import FlashAttnBackend
 from nanovllm.attention.selector import select_backend
 from nanovllm.attention.spec import AttentionSpec, QKNormRope
-from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend
+from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend, explicit_attention
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_kernels import TORCH
@@ -23,7 +26,7 @@ from nanovllm.platform.cpu import CPU
 from nanovllm.worker import attention_groups
 from tests.attention.cases import make_case, random_rows
 from tests.closeness import assert_close
-from tests.kernels.triton.inputs import DEVICE, has_fp8
+from tests.kernels.triton.inputs import CUDA, DEVICE, has_fp8
 from tests.kernels.triton.interpreter import patch_interpreter
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -101,6 +104,127 @@ def test_triton_is_torch_for_other_families(spec, parts, norm):
     assert_close(cache, expected_cache, atol=4e-5, rtol=1e-5)
 
 
+# --- flash-attn: without a GPU, plain torch replaces its functions
+
+
+def as_in_a_graph(batch, num_padding):
+    """Return the batch as a CUDA graph holds it: no lengths on the host, a wide block table, and
+    `num_padding` last rows of length 0.
+    """
+    width = batch.block_tables.shape[1] + 5
+    tables = torch.full((len(batch.seq_lens), width), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+    seq_lens, slots = batch.seq_lens.clone(), batch.slot_mapping.clone()
+    if num_padding:
+        seq_lens[-num_padding:] = 0
+        slots[-num_padding:] = -1
+    return dataclasses.replace(
+        batch,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        slot_mapping=slots,
+        lengths=None,
+    )
+
+
+def attend_pages(q, k, v, query_lens, seq_lens, tables, scale, window, softcap=0.0):
+    """Return what the package computes: attention of q [T, heads, dim] over the cache's pages."""
+    out = []
+    for row, queries in enumerate(q.split(query_lens)):
+        if seq_lens[row] == 0:
+            out.append(torch.zeros_like(queries))
+            continue
+        blocks = tables[row, : -(-seq_lens[row] // k.shape[1])].long()
+        keys, values = (pages[blocks].flatten(0, 1)[: seq_lens[row]] for pages in (k, v))
+        visible = torch.ones(len(queries), seq_lens[row], dtype=torch.bool)
+        visible = visible.tril(seq_lens[row] - len(queries))
+        if window[0] >= 0:
+            visible = visible.triu(seq_lens[row] - len(queries) - window[0])
+        heads = (x.transpose(0, 1) for x in (queries, keys, values))
+        scale = queries.shape[-1] ** -0.5 if scale is None else scale
+        out.append(explicit_attention(*heads, visible, scale, softcap, None).transpose(0, 1))
+    return torch.cat(out)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    block_table,
+    causal,
+    softmax_scale=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+):
+    assert causal
+    assert window_size[1] == (0 if window_size[0] >= 0 else -1)
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    lengths = cache_seqlens.tolist()
+    options = block_table, softmax_scale, window_size, softcap
+    return attend_pages(q[:, 0], k_cache, v_cache, [1] * len(q), lengths, *options)[:, None]
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    causal,
+    block_table,
+    softmax_scale=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+):
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    query_lens, seq_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(query_lens), max(seq_lens))
+    options = block_table, softmax_scale, window_size, softcap
+    return attend_pages(q, k, v, query_lens, seq_lens, *options)
+
+
+@pytest.mark.skipif(CUDA, reason="the package itself is tested there")
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 20, "softcap": 5.0}, {"window": 20, "scale": 0.3}], ids=str
+)
+def test_the_package_is_asked_for_the_right_thing(options, monkeypatch):
+    functions = SimpleNamespace(
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", functions)
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
+        case = make_case(rows, 2, 3, 32, 256)
+        case.spec = dataclasses.replace(case.spec, **options)
+        expected, _ = attend(TorchExplicitBackend(case.spec), case)
+        out, _ = attend(FlashAttnBackend(case.spec), case)
+        assert_close(out, expected, atol=1e-5, rows=case.token_names())
+    case = make_case([(1, 30), (1, 270), (1, 2)], 2, 3, 32, 256)
+    case.spec = dataclasses.replace(case.spec, **options)
+    expected, _ = attend(TorchExplicitBackend(case.spec), case)
+    out, _ = attend(FlashAttnBackend(case.spec), case, as_in_a_graph(case.batch, 1))
+    assert_close(out[:2], expected[:2], atol=1e-5)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"window": 300, "scale": 0.3}], ids=str)
+def test_the_package_is_torch_on_a_gpu(options):
+    for rows in ([(1, 30), (1, 1), (1, 270)], [(9, 9), (7, 40)], [(1, 300), (5, 260), (6, 6)]):
+        case = make_case(rows, 2, 3, 64, 256, torch.float16, device=DEVICE)
+        case.spec = dataclasses.replace(case.spec, **options)
+        if (reason := FlashAttnBackend.unsupported(case.spec)) is not None:
+            pytest.skip(reason)
+        expected, _ = attend(TorchExplicitBackend(case.spec), case)
+        out, _ = attend(FlashAttnBackend(case.spec), case)
+        assert_close(out, expected, atol=5e-3, rows=case.token_names())
+
+
 # --- refusals and selection
 
 
@@ -112,35 +236,63 @@ def a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("backend_class", "changes", "reason"),
     [
-        ({"dtype": torch.float64}, "no kernel for float64"),
-        ({"head_dim": 76}, "head_dim 76 is no multiple of 8"),
-        ({"head_dim": 528}, "head_dim 528 is no multiple of 8 up to 512"),
-        ({"head_dim": 272, "dtype": torch.float32}, "takes too many registers"),
-        ({"device": torch.device("meta")}, "needs a CUDA GPU"),
+        (TritonBackend, {"dtype": torch.float64}, "no kernel for float64"),
+        (TritonBackend, {"head_dim": 76}, "head_dim 76 is no multiple of 8"),
+        (TritonBackend, {"head_dim": 528}, "head_dim 528 is no multiple of 8 up to 512"),
+        (TritonBackend, {"head_dim": 272, "dtype": torch.float32}, "takes too many registers"),
+        (TritonBackend, {"device": torch.device("meta")}, "needs a CUDA GPU"),
+        *(
+            (FlashAttnBackend, changes, reason)
+            for changes, reason in (
+                ({"device": torch.device("cpu")}, "needs a CUDA GPU"),
+                ({"dtype": torch.float32}, "needs float16 or bfloat16, not float32"),
+                ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
+                ({"head_dim": 512}, "head_dim 512 is no multiple of 8 up to 256"),
+                ({"sinks": True}, "has no attention sinks"),
+                ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
+                ({"kv_dtype": FP8}, "does not support an 8-bit KV cache"),
+            )
+        ),
     ],
 )
-def test_refusals(changes, reason, a_gpu):
-    assert reason in TritonBackend.unsupported(dataclasses.replace(a_gpu, **changes))
+def test_refusals(backend_class, changes, reason, a_gpu):
+    assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
 
 
 GPU = cuda.CUDA(torch.device("cuda", 0))
+
+
+def test_an_old_gpu_is_refused(a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert FlashAttnBackend.unsupported(a_gpu) == "compute capability 7.5 is below 8.0"
 
 
 def test_an_fp8_cache_needs_a_gpu_that_has_it(a_gpu, monkeypatch):
     spec = dataclasses.replace(a_gpu, kv_dtype=FP8)
     assert isinstance(select_backend(spec, GPU.attention_backends(TritonKernels())), TritonBackend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    rule = r"needs a GPU of compute capability 8.9 .*\(triton: compute capability 8.6 is below 8.9"
+    rule = r"needs a GPU of compute capability 8.9 .*triton: compute capability 8.6 is below 8.9"
     with pytest.raises(ConfigError, match=rule):
         select_backend(spec, GPU.attention_backends(TritonKernels()))
 
 
-def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, caplog):
+def test_flash_attn_that_is_absent_or_broken_is_refused(a_gpu, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    reason = "the flash-attn package is not installed"
+    assert FlashAttnBackend.unsupported(a_gpu) == reason
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol')")
+    reason = "the flash-attn package cannot be imported: undefined symbol"
+    assert FlashAttnBackend.unsupported(a_gpu) == reason
+
+
+def test_the_choice_on_a_gpu_and_what_the_log_says(a_gpu, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "nanovllm")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert isinstance(select_backend(a_gpu, GPU.attention_backends(TritonKernels())), TritonBackend)
-    assert "attention backend: triton" in caplog.text
+    assert "triton; flash-attn: the flash-attn package" in caplog.text
     assert isinstance(select_backend(a_gpu, GPU.attention_backends(TORCH)), TorchBackend)
     odd = dataclasses.replace(a_gpu, head_dim=72)
     assert isinstance(select_backend(odd, GPU.attention_backends(TritonKernels())), TritonBackend)

@@ -355,12 +355,6 @@ LFM2_5 = LFM2.replace(
 {{- ']<|tool_call_end|>' }}{% endif %}{% endif %}""",
 )
 
-EXAONE_4 = QWEN.replace("<|im_start|>", "[|start|]").replace("<|im_end|>", "[|endofturn|]")
-
-GRANITE_4 = QWEN.replace("<|im_start|>", "<|start_of_role|>").replace(
-    "<|im_end|>", "<|end_of_text|>"
-)
-
 SEED_OSS = """\
 {%- if tools %}{{ '<seed:bos>system\\n' }}{% for tool in tools %}
 {%- set f = tool.function %}
@@ -426,23 +420,6 @@ HUNYUAN_A13B = (
     + _CALLS_IN_LIST
     + """{% endif %}{{ '<|eos|>' }}{% endif %}
 {%- endfor %}"""
-)
-
-APRIEL = (
-    """\
-{%- if tools %}{{ '<|system|>\\n<available_tools>' }}{% for tool in tools %}{{ tool | string }}
-{% endfor %}</available_tools>
-Return all calls as a list within <tool_call></tool_call> XML tags:
-<tool_calls>[{"name": <name>, "arguments": <arguments>}, ...]</tool_calls>
-<|end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|tool_result|>\\n' + m.content + '\\n<|end|>\\n' }}
-{%- else %}{{ '<|' + m.role + '|>\\n' + (m.content or '') }}"""
-    + _CALLS_IN_LIST
-    + """{{ '\\n<|end|>\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 )
 
 FUNCTION_GEMMA = """\
@@ -556,14 +533,6 @@ GLM_4_5 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>' }}{% endif %}"""
 
-GLM_4_7 = (
-    GLM_4_5.replace("\\n<think>", "<think>")
-    .replace("'\\n<tool_call>'", "'<tool_call>'")
-    .replace("</arg_key>\\n", "</arg_key>")
-    .replace("'</arg_value>\\n'", "'</arg_value>'")
-    .replace("call.function.name + '\\n'", "call.function.name")
-)
-
 MINIMAX_M2 = """\
 {{- ']~!b[]~b]system\\n' }}
 {%- if tools %}{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>{% endfor %}
@@ -598,7 +567,7 @@ KIMI_K2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
 
-DEEPSEEK_3_1 = """\
+DEEPSEEK_3 = """\
 {%- set ns = namespace(is_asked=false, system='') %}
 {%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}
 {%- endfor %}{{ bos_token + ns.system }}
@@ -608,27 +577,14 @@ DEEPSEEK_3_1 = """\
 {%- elif m['role'] == 'assistant' %}
 {%- if ns.is_asked %}{{ '<｜Assistant｜></think>' }}{% endif %}{% set ns.is_asked = false %}
 {{- m['content'] or '' }}
-{%- if m['tool_calls'] is defined %}<｜tool▁calls▁begin｜>{% for call in m['tool_calls'] %}CALL
+{%- if m['tool_calls'] is defined %}<｜tool▁calls▁begin｜>{% for call in m['tool_calls'] %}
+{{- '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] }}
+{{- '\\n```json\\n' + call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
 {%- endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}<｜end▁of▁sentence｜>
 {%- elif m['role'] == 'tool' %}
 {{- '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt and ns.is_asked %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
-
-DEEPSEEK_3 = DEEPSEEK_3_1.replace(
-    "CALL\n",
-    """
-{{- '<｜tool▁call▁begin｜>' + call['type'] + '<｜tool▁sep｜>' + call['function']['name'] }}
-{{- '\\n```json\\n' + call['function']['arguments'] + '\\n```<｜tool▁call▁end｜>' }}
-""",
-)
-DEEPSEEK_3_1 = DEEPSEEK_3_1.replace(
-    "CALL\n",
-    """
-{{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' }}
-{{- call['function']['arguments'] + '<｜tool▁call▁end｜>' }}
-""",
-)
 
 COHERE_7B = """\
 {{- bos_token }}{% set ns = namespace(number=0) %}
@@ -654,23 +610,6 @@ COHERE_7B = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
 
-NEMOTRON_NANO_2 = """\
-{{- '<SPECIAL_10>System\\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
-{%- if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>
-<TOOLCALL>[{"name": "tool_name1", "arguments": "tool_args1"}]</TOOLCALL>{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{{ '\\n<SPECIAL_11>User\\n' + m.content }}
-{%- elif m.role == 'tool' %}
-{{- '\\n<SPECIAL_11>User\\n<TOOL_RESPONSE>[' + m.content + ']</TOOL_RESPONSE>' }}
-{%- elif m.role == 'assistant' %}{{ '\\n<SPECIAL_11>Assistant\\n' + (m.content or '') }}
-{%- if m.tool_calls %}<TOOLCALL>[{% for call in m.tool_calls %}
-{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-{{- '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>{% endif %}
-{{- '\\n<SPECIAL_12>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '\\n<SPECIAL_11>Assistant\\n<think>\\n\\n' }}{% endif %}"""
-
 MINICPM_3 = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Functions\\n' + (tools | tojson) }}
 <|tool_call_start|>
@@ -694,7 +633,6 @@ TEMPLATES = {
     "DeepSeek-R1-Distill": DEEPSEEK_R1,
     "Granite 3.0": GRANITE_3_0,
     "Granite 3.3": GRANITE_3_3,
-    "Granite 4": GRANITE_4,
     "Gemma 2": GEMMA_2,
     "Gemma 3": GEMMA_3,
     "Gemma 4": GEMMA_4,
@@ -712,21 +650,16 @@ TEMPLATES = {
     "Phi-4-mini functools": PHI_4_FUNCTOOLS,
     "LFM2": LFM2,
     "LFM2.5": LFM2_5,
-    "EXAONE 4": EXAONE_4,
     "Seed-OSS": SEED_OSS,
     "HunYuan": HUNYUAN,
     "HunYuan A13B": HUNYUAN_A13B,
-    "Apriel": APRIEL,
     "Olmo 3": OLMO_3,
     "Olmo 3 Think": OLMO_3_THINK,
     "Muse Glimmer": MUSE_GLIMMER,
     "GLM 4.5, Laguna": GLM_4_5,
-    "GLM 4.7, Ling 3": GLM_4_7,
     "MiniMax M2": MINIMAX_M2,
     "Kimi": KIMI_K2,
     "DeepSeek V3": DEEPSEEK_3,
-    "DeepSeek V3.1": DEEPSEEK_3_1,
     "Command R7B": COHERE_7B,
-    "Nemotron Nano 2": NEMOTRON_NANO_2,
     "MiniCPM 3": MINICPM_3,
 }

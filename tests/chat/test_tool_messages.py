@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.apps.server.output_parsers.json_calls import HermesParser
-from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.apps.server.output_parsers.pythonic_calls import PythonicParser
+from tests.server.output_parsers.helpers import parse
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -78,12 +76,8 @@ def test_a_template_without_tools_gets_them_as_text(demo_llm: LLM) -> None:
         "<tool_response>\nrain\n</tool_response>"
     )
     assert last == "<|im_start|>assistant\nBoth."
-    parser = HermesParser()
-    parts = parser.feed(assistant.removeprefix("<|im_start|>assistant\n"))
-    parts += parser.finish(cut=False)
-    assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["f", "f"]
-    arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
-    assert arguments == ['{"a": [1, "é"]}', "{}"]
+    assistant = assistant.removeprefix("<|im_start|>assistant\n")
+    assert parse("hermes", [assistant]) == [("f", '{"a": [1, "é"]}'), ("f", "{}")]
 
 
 def test_tools_are_added_to_the_system_message(demo_llm: LLM) -> None:
@@ -106,11 +100,8 @@ def test_templates_of_lfm2(demo_llm: LLM) -> None:
     plain = render(demo_llm, CONVERSATION, tools=[TOOL], chat_template=template)
     user, assistant, _, _, last, _ = plain.split("#")
     assert (user, last) == ("List of tools: [f]user:HiCALLS", "assistant:Hm.Both.CALLS")
-    parser = PythonicParser()
-    parts = parser.feed(assistant.removeprefix("assistant:")) + parser.finish(cut=False)
-    assert [part.name for part in parts if isinstance(part, ToolCallStart)] == ["f", "f"]
-    arguments = "".join(part.text for part in parts if isinstance(part, ToolCallArguments))
-    assert arguments == '{"a": [1, "é"]}{}'
+    calls = [call for call in parse("lfm2", [assistant]) if isinstance(call, tuple)]
+    assert calls == [("f", '{"a": [1, "é"]}'), ("f", "{}")]
     template = template.replace("CALLS", "{{ m.tool_calls | tojson if m.tool_calls else '' }}")
     known = render(demo_llm, CONVERSATION, tools=[TOOL], chat_template=template)
     assert '"arguments": {"a": [1, "é"]}' in known

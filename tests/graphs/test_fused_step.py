@@ -31,7 +31,7 @@ from nanovllm.features.graphs.fused_step import (
     unsupported_model,
 )
 from nanovllm.features.quantization.fp8 import FP8
-from nanovllm.features.speculation.proposers.head import capture_features
+from nanovllm.features.speculation.proposers.eagle3_head import capture_features
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.kernels.triton.kernels import TritonKernels

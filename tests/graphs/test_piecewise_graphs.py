@@ -12,7 +12,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.features.graphs.piecewise_graphs import PiecewiseGraphs, piece_sizes
 from nanovllm.features.graphs.step_runners import StepRunners
-from nanovllm.features.speculation.proposers.head import capture_features
+from nanovllm.features.speculation.proposers.eagle3_head import capture_features
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM
 from tests.graphs.fake_graphs import FakeCapture
 from tests.graphs.test_cuda_graph import BLOCK_SIZE, Bench

@@ -12,8 +12,8 @@ from openai import OpenAI
 pytest.importorskip("fastapi")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams, demo_model
-from nanovllm.apps.server.output_parsers import harmony, muse
 from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
+from nanovllm.apps.server.output_parsers.channels import HARMONY_TAGS, MUSE_TAGS
 from nanovllm.apps.server.output_parsers.parts import Part
 from nanovllm.apps.server.output_parsers.tool_formats import GEMMA4
 from nanovllm.features.structured.grammar import GrammarCompiler
@@ -25,7 +25,7 @@ from tests.server.output_parsers.helpers import Split, split
 _, CLOSING, QUOTE = GEMMA4.tags
 GEMMA_TAGS = (*GEMMA4.tags, "<|channel>", "<channel|>", "<|tool_response>")
 MISTRAL_TAGS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
-TAGS = tuple(dict.fromkeys((*harmony.TAGS, *muse.TAGS, *GEMMA_TAGS, *MISTRAL_TAGS)))
+TAGS = tuple(dict.fromkeys((*HARMONY_TAGS, *MUSE_TAGS, *GEMMA_TAGS, *MISTRAL_TAGS)))
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     shape = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tags = [{"id": first + i, "content": t, **shape, "special": True} for i, t in enumerate(TAGS)]
     tokenizer["added_tokens"] = [*tags, *tokenizer["added_tokens"]]
-    ends = [tag["id"] for tag in tags if tag["content"] in harmony.ENDS_OF_ANSWER]
+    ends = [tag["id"] for tag in tags if tag["content"] in HARMONY_TAGS[3:5]]
     generation["eos_token_id"] = [*ends, *generation["eos_token_id"]]
     copied = copy_checkpoint(demo_model.MODEL, path, generation_config=generation)
     write_json(path / "tokenizer.json", tokenizer)
@@ -111,13 +111,14 @@ def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Spl
         yield split(parts + parser.finish(cut=end != "stop")), end
 
 
-START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = harmony.TAGS
+START, MESSAGE, END, CALL, RETURN, CHANNEL, CONSTRAIN = HARMONY_TAGS
+MUSE_END, MUSE_END_OF_TURN = MUSE_TAGS[2:]
 CALL_OF_F = (CHANNEL, "commentary to=functions.f ", CONSTRAIN, "json", MESSAGE)
 TO_F = (
-    *(muse.START, "assistant to=f", MESSAGE),
+    *(START, "assistant to=f", MESSAGE),
     '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">',
 )
-CLOSED = ("</atem:parameter>\n</atem:invoke>\n</atem:function_calls>", muse.END_OF_TURN)
+CLOSED = ("</atem:parameter>\n</atem:invoke>\n</atem:function_calls>", MUSE_END_OF_TURN)
 CALLED = ("f", '{"a": "<|call|>"}')
 THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant")
 
@@ -133,17 +134,16 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
         ),
         (HARMONY, (*CALL_OF_F, '{"a": "<|call|>"}', CALL), ("", "", [CALLED]), "stop"),
         (HARMONY, (*CALL_OF_F, '{"a'), ("", "", [("f", '{"a')]), "length"),
-        (HARMONY, (CHANNEL, "commentary to=func"), ("", "", []), "length"),
         (HARMONY, ("Hello <|channel|>",), ("", "Hello <|channel|>", []), "length"),
         (
             MUSE,
-            (" to=self", MESSAGE, "Hm <|eom|> é", muse.END, *TO_F, "x <|eot|>", *CLOSED),
+            (" to=self", MESSAGE, "Hm <|eom|> é", MUSE_END, *TO_F, "x <|eot|>", *CLOSED),
             ("Hm <|eom|> é", "", [("f", '{"a": "x <|eot|>"}')]),
             "stop",
         ),
         (
             MUSE,
-            (" to=user", MESSAGE, "Hello <|eot|>", muse.END_OF_TURN),
+            (" to=user", MESSAGE, "Hello <|eot|>", MUSE_END_OF_TURN),
             ("", "Hello <|eot|>", []),
             "stop",
         ),
@@ -202,7 +202,6 @@ def takes(llm: LLM, params: SamplingParams, *texts: str) -> bool:
     tokenizer: Any = llm.get_tokenizer()
     end = tokenizer.eos_token_id
     compiler = GrammarCompiler(tokenizer.backend_tokenizer.to_str, 1024, (end,))
-    assert params.structured_outputs is not None
     matcher = compiler.matcher(structured_outputs(params.structured_outputs))
     ids = encode(llm, *texts)
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
@@ -251,23 +250,6 @@ def test_a_mistral_model_that_reasons_may_do_so_before_a_call(llm: LLM) -> None:
     call = ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "x"}')
     assert takes(llm, params, *call, *call)
     assert takes(llm, params, "[THINK]", "Hm", "[/THINK]", *call)
-
-
-def test_either_parser_may_be_left_out(llm: LLM) -> None:
-    tokenizer: Any = llm.get_tokenizer()
-    added = tokenizer.added_tokens_decoder
-    texts = (*THOUGHT, *CALL_OF_F, "{}", CALL)
-    for names, answer in (
-        (("openai", "none"), ("", "Hm <|end|> é", [("f", "{}")])),
-        (("none", "openai_gptoss"), ("Hm <|end|> é", "{}", [])),
-        (
-            ("none", "none"),
-            ("", "analysisHm <|end|> éassistantcommentary to=functions.f json{}", []),
-        ),
-    ):
-        found = find_answer_format(HARMONY, *names, added)
-        for said, _ in answers(llm, found, encode(llm, *texts)):
-            assert said == answer
 
 
 @pytest.mark.parametrize("stream", [False, True])

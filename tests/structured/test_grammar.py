@@ -150,6 +150,7 @@ def test_what_grammars_do_without(
     for _ in range(2):
         assert accepts(compiler, accepted, **params)
     copy = pickle.loads(pickle.dumps(compiler))  # another rank's, which says nothing
+    assert (copy.mask_bytes, copy.eos_token_ids) == (compiler.mask_bytes, EOS)
     assert accepts(copy, accepted, **params)
     assert [warning in record.message for record in caplog.records] == [True] * bool(warning)
     if schema.get("format") == "date":
@@ -160,13 +161,17 @@ def test_a_users_own_leniency_is_kept(compiler: GrammarCompiler) -> None:
     lenient = {"const": 1, "not": {"const": 2}, "x-guidance": {"lenient": True}}
     assert accepts(compiler, "1", json=lenient)
     assert accepts(compiler, "1", grammar=f"start: %json {json.dumps(lenient)}")
-    with pytest.raises(InvalidRequestError, match='keyword "not"'):
-        compiler.compile(StructuredOutputsParams(json={**lenient, "x-guidance": {}}))
+    message = (
+        'structured_outputs.json \'{"not": {}}\' cannot be used: the keyword "not" of JSON Schema '
+        "cannot be enforced: write the schema without"
+    )
+    with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}$"):
+        compiler.compile(StructuredOutputsParams(json={"not": {}}))
 
 
 @pytest.mark.parametrize(
     "start",
-    ["start:", "?start:", "!start :", "!?start:", "  start:", "start[capture]:"],
+    ["start:", "!?start :", "  start[capture]:"],
 )
 def test_rules_named_start_in_all_notations_of_lark(compiler: GrammarCompiler, start: str) -> None:
     assert accepts(compiler, "ab", grammar=f'x: "b"\n{start} "a" x')
@@ -187,15 +192,7 @@ def test_tokenizer_is_read_once_and_only_when_needed() -> None:
     assert calls == [0]
 
 
-def test_pickled_copy_compiles_the_same(compiler: GrammarCompiler) -> None:
-    copy = pickle.loads(pickle.dumps(compiler))
-    assert (copy.mask_bytes, copy.eos_token_ids) == (compiler.mask_bytes, EOS)
-    params = StructuredOutputsParams(json={"enum": ["a", 5]})
-    masks = [each.matcher(params).compute_bitmask() for each in (compiler, copy)]
-    assert masks[0] == masks[1]
-
-
-@pytest.mark.parametrize("vocab_size", [1024, 1025, 1056, 1057])
+@pytest.mark.parametrize("vocab_size", [1024, 1025, 1057])
 def test_mask_has_a_bit_for_each_logit(vocab_size: int) -> None:
     """The logits may be wider than the tokenizer: no such token is ever allowed."""
     compiler = GrammarCompiler(lambda: TOKENIZER, vocab_size, EOS)
@@ -270,13 +267,11 @@ DOUBLED = "\n".join(f"A{i + 1}: A{i} A{i}" for i in range(14))
     "form",
     [
         {"regex": "a?" * 32000},
-        {"regex": "(a|)" * 2000 + "b"},
         {"regex": r"\PL" * 20000},
         {"json": {"type": "string", "pattern": r"[\w-]" * 10000}},
         {"json": {"type": "string", "pattern": MANY}},
         {"json": {"type": "object", "patternProperties": {MANY: {}}}},
         {"grammar": f"start: /{MANY}/"},
-        {"grammar": "start: /x" + "\n?" * 2000 + "/"},
         {"grammar": 'start: %json {"anyOf": [{"pattern": "' + MANY + '"}]}'},
         {"grammar": f'start: A14 "x:" # a/b "\nA0: "x:"? /b*/ ["c"]\n{DOUBLED}'},
         {"grammar": "start: A1500\nA0: /b/\n" + "\n".join(f"A{i + 1}: A{i}" for i in range(1500))},
@@ -299,7 +294,6 @@ REFERENCES = {f"a{i + 1}": {"items": {"$ref": f"#/$defs/a{i}"}} for i in range(2
     ("grammar", "reason"),
     [
         ("start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(150)), "more than 1 s"),
-        ("start: " + "a? " * 20000 + 'a\na: "a"', "more than 1 s|ways to go on"),
         ("start: a3000\n" + "\n".join(f"a{i + 1}: a{i}" for i in range(3000)), "too deeply"),
         (
             "start: %json "
@@ -351,7 +345,7 @@ def test_schemas_of_wrong_form_are_refused_in_words(compiler: GrammarCompiler, f
         json.dumps({**base, keyword: value})
         for keyword in KEYWORDS.split()
         for value in OF_WRONG_FORM
-        for base in ({}, objects)
+        for base in (({}, objects) if form == "json" else (objects,))
     ]
     refused = 0
     for text in [*texts, '{"multipleOf": 1e9999999}', '{"multipleOf": 1e-9999999}']:
@@ -360,7 +354,7 @@ def test_schemas_of_wrong_form_are_refused_in_words(compiler: GrammarCompiler, f
             compiler.compile(made if form == "grammar" else StructuredOutputsParams(json=text))
         except InvalidRequestError:
             refused += 1
-    assert refused > 300
+    assert refused > 150
 
 
 @pytest.mark.parametrize("piece", ["\n", '"\\', "/\\", "a", "a[", "a.", "a\t\t"])
@@ -381,12 +375,3 @@ def test_tokenizer_of_another_model_is_refused() -> None:
     compiler = GrammarCompiler(lambda: TOKENIZER, VOCAB_SIZE - 100, ())
     with pytest.raises(InvalidRequestError, match="llguidance cannot read the model's tokenizer"):
         compiler.compile(StructuredOutputsParams(regex="a"))
-
-
-def test_refusal_names_field_value_and_reason(compiler: GrammarCompiler) -> None:
-    message = (
-        'structured_outputs.json \'{"not": {}}\' cannot be used: the keyword "not" of JSON Schema '
-        "cannot be enforced: write the schema without"
-    )
-    with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}$"):
-        compiler.compile(StructuredOutputsParams(json={"not": {}}))

@@ -8,7 +8,7 @@ import dataclasses
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from nanovllm.kernels.cpu.calls import pack_call, size_of
 from nanovllm.kernels.states import Replay, StateRows
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner, StepTensors
-from nanovllm.worker.state_table import Replays
+
+if TYPE_CHECKING:
+    from nanovllm.worker.state_table import Replays
 
 Forward = Callable[[Batch], torch.Tensor]
 """Returns hidden states [T, hidden_size]."""

@@ -37,30 +37,24 @@ logger = logging.getLogger(__name__)
 
 _WHITE_SPACE = r" |\n[ \t]{0,20}"
 """Between the parts of a JSON text. Bounded, because small models would write no end of it."""
-_MAX_CACHE_BYTES = 1 << 27
-"""Of all compiled grammars that are kept, as `_size` estimates them."""
+_MAX_CACHE_BYTES = 1 << 27  # of all compiled grammars that are kept, as `_size` estimates them
 _MAX_REMAINDERS = 100_000
 """Of the divisors in a schema: their least common multiple, times their number."""
-_END_OF_INT64 = 2.0**63
-"""The least number above what llguidance counts with."""
-_MAX_PATTERNS = 64
-"""Keys of all patternProperties in a schema, of which each is compared with each."""
+_END_OF_INT64 = 2.0**63  # the least number above what llguidance counts with
+_MAX_PATTERNS = 64  # keys of all patternProperties in a schema, of which each is compared with each
 _MANY_REFERENCES = 20
 _MANY_OBJECTS = 500
 """With more of both in a schema, one may lead to another so deeply that llguidance crashes."""
 _FUNCTION = re.compile(r"(?m)^arguments_\d+: (%json .*) // (\".*\")$")
 """A rule of `ToolFormat.grammar`: the schema of a function, and its name."""
 _LENIENT = re.compile(r'"lenient"\s*:\s*true')
-_Key = tuple[str, str, bool]
-"""A grammar's form, its text, and whether it disables any white space."""
+_Key = tuple[str, str, bool]  # a grammar's form, its text, and whether it disables any white space
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps them, or why they are refused.
+    """Compiles grammars for one tokenizer, and keeps them, or why they are refused. Thread-safe.
 
-    Several threads may use it at the same time.
-
-    A pickled copy has the tokenizer's text, an empty cache, and logs nothing.
+    A pickled copy has the tokenizer's text and an empty cache, and logs nothing.
 
     Args:
         tokenizer_text: returns a tokenizer.json's text; called once, before the first grammar.
@@ -97,11 +91,7 @@ class GrammarCompiler:
         return -(-self._vocab_size // 32) * 4
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Return a new matcher, which has consumed no token.
-
-        Raises:
-            InvalidRequestError: as for `compile`.
-        """
+        """Return a new matcher, which has consumed no token; raise as `compile` does."""
         return self.compile(params).deep_copy()
 
     def compile(self, params: StructuredOutputsParams) -> "LLMatcher":
@@ -124,7 +114,7 @@ class GrammarCompiler:
         return found
 
     def is_compiled(self, params: StructuredOutputsParams) -> bool:
-        """Return whether `compile` only has to find it. Never waits for another thread."""
+        """Whether `compile` only has to find it. Never waits for another thread."""
         return _key(params) in self._compiled
 
     def _keep(self, key: _Key, found: "LLMatcher | str") -> None:
@@ -188,10 +178,8 @@ class GrammarCompiler:
         return ""
 
     def _first_error(self, matcher: "LLMatcher") -> str:
-        """Compute the first mask and one after it, so that copies need not.
-
-        Returns:
-            Why that fails; "" if it does not. A large object fails only after its brace.
+        """Compute the first mask and one after it, so that copies need not; return why that fails,
+        or "". A large object fails only after its brace.
         """
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         for token in self.eos_token_ids:
@@ -249,10 +237,8 @@ def _size(key: _Key, compiled: "LLMatcher | str") -> int:
 
 
 def _check_divisors(text: str) -> None:
-    """Refuse what llguidance's limits do not cover: a state for each remainder of `multipleOf`.
-
-    Raises:
-        ValueError: the divisors are too large, or the text is not valid Unicode.
+    """Raise ValueError for what llguidance's limits do not cover: it has a state for each remainder
+    of `multipleOf`; or for text that is not valid Unicode.
     """
     text.encode()
     divisors = []
@@ -272,11 +258,8 @@ def _check_divisors(text: str) -> None:
 
 
 def _check_bounds(text: str) -> None:
-    """Refuse bounds that llguidance cuts to 64 bits: other integers would be allowed, or, where
-    all allowed ones are cut to the least, it would recurse until the process crashes.
-
-    Raises:
-        ValueError: a lower bound is too large, or an upper one too small.
+    """Raise ValueError for bounds that llguidance cuts to 64 bits: it would allow other integers,
+    or, where all allowed ones are cut to the least, recurse until the process crashes.
     """
     for name, number in _numbers_of("(?:exclusiveM|m)(?:in|ax)imum", text):
         try:
@@ -288,23 +271,14 @@ def _check_bounds(text: str) -> None:
 
 
 def _numbers_of(keyword: str, text: str) -> list[tuple[str, str]]:
-    """Return each keyword in a schema that has a number, and the number's text.
-
-    Args:
-        keyword: a regular expression.
-    """
+    """Return each keyword (a regular expression) in a schema that has a number, and its text."""
     plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     return re.findall(rf'"({keyword})"\s*:\s*([-+.0-9eE]+)', plain)
 
 
 def _check_patterns(params: StructuredOutputsParams) -> bool:
-    """Refuse many patternProperties, and expressions of many parts.
-
-    Returns:
-        Whether a schema needs a trial: it may be deep, or several expressions meet in a text.
-
-    Raises:
-        ValueError: there are too many, in a schema or in the schemas of a grammar.
+    """Raise ValueError for many patternProperties, and expressions of many parts; return whether a
+    schema needs a trial: it may be deep, or several expressions meet in a text.
     """
     text = params.text
     num_keys = 0
@@ -342,11 +316,7 @@ def _check_patterns(params: StructuredOutputsParams) -> bool:
 
 
 def _llguidance_grammar(params: StructuredOutputsParams, tokenizer: GrammarTokenizer) -> str:
-    """Return the grammar in llguidance's own form.
-
-    Raises:
-        ValueError: a schema is no JSON, or a grammar is in no known notation.
-    """
+    """Return the grammar in llguidance's own form; raise ValueError if it has no known notation."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

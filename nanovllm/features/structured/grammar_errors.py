@@ -12,8 +12,7 @@ _COERCED = (
     "oneOf is used as anyOf, since its schemas may overlap: an output may fit several of them"
 )
 _NOT_UNIQUE = "uniqueItems is not enforced: an output's array may have equal items"
-NO_TEXT = "NoExtensionBias"
-"""llguidance's name of a place in a grammar that no token can follow."""
+NO_TEXT = "NoExtensionBias"  # llguidance's name of a place in a grammar that no token can follow
 
 _LOCATION = re.compile(r"(?s)(?:at )?(\d+)\((\d+)\): (.*?)\n *\d+ \| .*")
 """Of an error in Lark's notation: line, column, error; then some lines of the grammar."""
@@ -104,8 +103,7 @@ _WORDS: tuple[tuple[str, _Rewritten], ...] = (
 def in_our_words(error: str, *, places: bool = False) -> str:
     """Return what llguidance's error means, on one line of 300 characters at most.
 
-    Args:
-        places: whether its lines and columns say something to a user.
+    `places` is whether its lines and columns say something to a user.
     """
     error = error.replace("<non-verbose/>", "").strip()
     place = ""
@@ -122,11 +120,8 @@ def in_our_words(error: str, *, places: bool = False) -> str:
 
 
 def what_is_not_enforced(warnings: Iterable[str]) -> tuple[list[str], str]:
-    """Sort what llguidance does not enforce of schemas with `X_GUIDANCE`.
-
-    Returns:
-        What is told once and done without; and why the schemas are refused, "" if they are not. An
-        unknown format is neither: JSON Schema has it as an annotation.
+    """Return what of schemas with `X_GUIDANCE` is not enforced and only told once; and why they are
+    refused, or "". An unknown format is neither: JSON Schema has it as an annotation.
     """
     told: list[str] = []
     for warning in warnings:

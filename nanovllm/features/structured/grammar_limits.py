@@ -29,16 +29,13 @@ LIMITS: dict[str, Any] = {
 MAX_PARTS = 1000
 """Of an expression. As many parts that may be empty, one after the other, are one step of a lexer:
 its time and memory grow with the square of their number. 1,000 of \\w? take 0.3 s and 70 MB."""
-MANY_PATTERNS = 3
-"""More of them that one text must match may take a time that doubles with each."""
+MANY_PATTERNS = 3  # more of them that one text must match may take a time that doubles with each
 _MANY_LEVELS = 500
 """More rules or brackets may stand in one another. llguidance goes into them by calls, and 2,500
 end the process."""
-_TRIAL_SECONDS = 1.0
-"""Of processor time."""
+_TRIAL_SECONDS = 1.0  # of processor time
 _TRIAL_BYTES = 512 * 2**20
-_TRIAL_STACK = 5 * 2**20
-"""Less than the 8 MiB of a thread that compiles."""
+_TRIAL_STACK = 5 * 2**20  # less than the 8 MiB of a thread that compiles
 _TRIAL_TOKENS = 64
 _LITERALS = re.compile(r'(?s)(?:#|//)[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])++/?')
 """Comments, strings and expressions. Like `_DEFINITION`, it takes linear time."""
@@ -53,10 +50,7 @@ def num_classes(expression: str) -> int:
 
 
 def num_parts(expression: str) -> int:
-    """Return how many parts of a regular expression may be empty or repeat, at most.
-
-    Four large classes are as costly as one part.
-    """
+    """Return how many parts of an expression may be empty or repeat; four large classes are one."""
     parts = sum(map(re.sub(r"(?s)\\.", "", expression).count, "?*{("))
     return parts + num_classes(expression) // 4
 
@@ -68,14 +62,11 @@ def check_parts(expressions: Iterable[str]) -> None:
 
 
 def check_terminals(lark: str) -> bool:
-    """Refuse terminals of too many parts, with the parts of the terminals that they name.
+    """Raise ValueError for a terminal of too many parts, with those of the terminals that it names.
 
     Returns:
         Whether the grammar needs a trial: it may be deep, many parts of its rules may be empty, or
         several expressions meet in a text.
-
-    Raises:
-        ValueError: a terminal or an expression in a rule has too many.
     """
     check_parts(found for found in _LITERALS.findall(lark) if _is_expression(found))
     # An expression leaves its number of parts, and neither names nor colons.

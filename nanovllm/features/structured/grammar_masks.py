@@ -54,8 +54,7 @@ class Masks:
 class GrammarRow:
     """The grammar of one table row, and the output tokens that it has seen.
 
-    Args:
-        forces: whether `forced` may return tokens.
+    `forces` is whether `jump_forward` may return tokens.
     """
 
     def __init__(self, compiler: GrammarCompiler, admission: Admission, *, forces: bool) -> None:
@@ -86,13 +85,10 @@ class GrammarRow:
     def write_masks(
         self, known: list[int], drafts: list[int], masks: Masks, first: int
     ) -> FinishInfo | None:
-        """Write the mask of the next token, and of the one after each draft.
+        """Write the mask of the next token, and of the one after each draft, from index `first` on.
 
-        Behind a draft that the grammar does not allow, nothing is written.
-
-        Args:
-            known: the output tokens since `num_known_tokens`.
-            masks: they are written from index `first` on.
+        Behind a draft that the grammar does not allow, nothing is written. `known` are the output
+        tokens since `num_known_tokens`.
 
         Returns:
             Why there is no mask of the next token: an error, or the output is complete and no token
@@ -216,8 +212,7 @@ class GrammarRow:
 class GrammarStep:
     """The masks of a step's samples that have a grammar.
 
-    Args:
-        rows: of those samples: the grammar, the step's row, and its first sample's index.
+    `rows` has for these the grammar, the step's row, and the index of its first sample.
     """
 
     def __init__(
@@ -227,8 +222,7 @@ class GrammarStep:
         mask_bytes: int,
         thread: ThreadPoolExecutor,
     ) -> None:
-        self.finish_infos: dict[int, FinishInfo] = {}
-        """By sample: why it has no mask."""
+        self.finish_infos: dict[int, FinishInfo] = {}  # by sample: why it has no mask
         self.forcing = {row.seq_id: grammar for grammar, row, _ in rows if grammar.forces}
         """By sequence id: grammars that may force tokens after those that this step gives."""
         self._tables = tables

@@ -25,12 +25,9 @@ _LARK_PARTS = re.compile(
 class GrammarTokenizer(NamedTuple):
     """What grammars have to know of a tokenizer."""
 
-    text: str
-    """Its tokenizer.json, with marks that no text matches. Ids are unchanged."""
-    mark_ids: dict[str, int]
-    """The ids of the marks by their texts."""
-    drops_space: bool
-    """Whether decoding drops a space at the start of an output, as for Llama 2."""
+    text: str  # its tokenizer.json, with marks that no text matches. Ids are unchanged.
+    mark_ids: dict[str, int]  # the ids of the marks by their texts
+    drops_space: bool  # whether decoding drops a space at the start of an output, as for Llama 2
 
     def with_mark_ids(self, grammar: str) -> str:
         """Return a grammar in Lark's notation that has marks by their ids: <[5]> for <think>."""

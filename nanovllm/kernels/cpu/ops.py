@@ -7,24 +7,20 @@ Shapes and layouts are not checked, except in `supports_experts`: a wrong one co
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.states import Replay, StateRows, States
-from nanovllm.kernels.torch_experts import (
-    ExpertChoice,
-    ExpertLinear,
-    ExpertMLP,
-    Groups,
-    Routing,
-)
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.adapters import AdapterRows, AdapterTable
+    from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Routing
 
 _ACTIVATIONS = (
     *("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity"),
@@ -337,7 +333,7 @@ def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
     return pool, pool.stride(0), states.places, *pages_of_rows
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
+def add_lora(y: torch.Tensor, x: torch.Tensor, rows: "AdapterRows", table: "AdapterTable") -> None:
     """See `kernels.adapters.add_lora`; `y` is contiguous. A token's bits do not depend on others.
 
     Recorded calls read `rows` and `table` when they run.
@@ -351,7 +347,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     )
 
 
-def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
+def supports_experts(x: torch.Tensor, mlp: "ExpertMLP") -> bool:
     """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels, and
     its inputs their own order.
     """
@@ -372,8 +368,10 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
+def route(logits: torch.Tensor, choice: "ExpertChoice") -> "Routing":
     """Do what `torch_experts.route` says, for bfloat16 or float32 logits and bfloat16 scales."""
+    from nanovllm.kernels.torch_experts import Groups, Routing
+
     tokens, num_experts = logits.shape
     top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
@@ -387,7 +385,7 @@ def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     return Routing(ids, weights)
 
 
-def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+def experts(x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
     """Do what `torch_experts.experts` says, for what `supports_experts` accepts.
 
     A token's result is the same, bit for bit, whatever the other tokens are.
@@ -415,7 +413,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     return y
 
 
-def _panels(linear: ExpertLinear) -> Panels:
+def _panels(linear: "ExpertLinear") -> Panels:
     assert isinstance(linear.weight, PanelWeight)
     return linear.weight.panels
 

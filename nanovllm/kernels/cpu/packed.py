@@ -26,18 +26,17 @@ _ONEDNN_MIN_ELEMENTS = 2**20
 class Panels(NamedTuple):
     """A weight [n, k] in the layout of the C kernels: panels of 32 outputs, zeros in the last."""
 
+    # [panels, k / 2, 32, 2] bfloat16, with zeros up to a multiple of 32 inputs; with 8 and 4 bits
+    # [panels, k * 32 * bits / 8] uint8.
     packed: torch.Tensor
-    """[panels, k / 2, 32, 2] bfloat16, with zeros up to a multiple of 32 inputs; with 8 and 4 bits
-    [panels, k * 32 * bits / 8] uint8."""
+    # With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
+    # minimums or zeros.
     scales: torch.Tensor | None
-    """With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
-    minimums or zeros."""
     bits: int
     kind: int = PLAIN
-    factors: torch.Tensor | None = None
-    """[panels * 32] float32: multiply the outputs."""
+    factors: torch.Tensor | None = None  # [panels * 32] float32: multiply the outputs
+    # [k] int32: which input belongs to each column of the weight.
     inputs: torch.Tensor | None = None
-    """[k] int32: which input belongs to each column of the weight."""
 
     def arguments(self, inputs: int) -> tuple[int, int, int]:
         """Return the group, the bits and the kind of a weight of `inputs` inputs."""

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
-from nanovllm.apps.server.output_parsers.harmony import TAGS as HARMONY_TAGS
-from nanovllm.apps.server.output_parsers.muse import TAGS as MUSE_TAGS
+from nanovllm.apps.server.output_parsers.channels import HARMONY_TAGS, MUSE_TAGS
 from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.output_parsers.reasoning import (
     COHERE,
@@ -24,8 +23,15 @@ from nanovllm.apps.server.output_parsers.reasoning import (
     THINK,
     ReasoningFormat,
 )
-from nanovllm.apps.server.output_parsers.tool_formats import DEEPSEEK31, GLM, KIMI
-from nanovllm.options.sampling_params import TOKEN_MARK
+from nanovllm.apps.server.output_parsers.tool_formats import (
+    DEEPSEEK31,
+    FUNCTION_GEMMA,
+    GEMMA4 as GEMMA4_CALLS,
+    KIMI,
+    MISTRAL_ARGS,
+    TOOL_FORMATS,
+)
+from tests.server.output_parsers.helpers import marked_text
 
 Call = tuple[str, dict[str, Any]]
 
@@ -44,8 +50,7 @@ TAGS = (
     *("<|python_tag|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<|tool_call_end|>"),
     *("</parameter> x", "<function=f>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
 )
-DEEPSEEK_TAGS = DEEPSEEK31.tags
-KIMI_TAGS = KIMI.tags
+GEMMA_TAGS = GEMMA4_CALLS.tags
 TEXTS = ("Let me see.", "I use a < b and <b>f</b>:", "Hm, [1] {x}: é", "It's\n\ntwo lines.")
 
 
@@ -66,11 +71,8 @@ class Answer(NamedTuple):
 class Family(NamedTuple):
     """How one family of models writes."""
 
-    tools: str
     write: Callable[[Random, list[Call]], str] = lambda rng, calls: ""
     """Returns calls as text."""
-    tags: tuple[str, ...] = ()
-    """Tags that may be special tokens."""
     thought: ReasoningFormat | None = None
     near_calls: tuple[str, ...] = ()
     """Text that only looks like the beginning of a call."""
@@ -361,12 +363,12 @@ def section(
 def deepseek(rng: Random, calls: list[Call]) -> str:
     header = rng.choice(("function<｜tool▁sep｜>{}\n", "{}<｜tool▁sep｜>"))
     fence = ("```json\n", "\n```") if header.endswith("\n") else ("", "")
-    return section(rng, calls, DEEPSEEK_TAGS, header, fence)
+    return section(rng, calls, DEEPSEEK31.tags, header, fence)
 
 
 def kimi(rng: Random, calls: list[Call]) -> str:
     header = rng.choice(("functions.{}:{}", "functions.{}:{}", "{}"))
-    return section(rng, calls, KIMI_TAGS, f"{header}<|tool_call_argument_begin|>", ("", ""))
+    return section(rng, calls, KIMI.tags, f"{header}<|tool_call_argument_begin|>", ("", ""))
 
 
 def cohere(rng: Random, calls: list[Call]) -> str:
@@ -394,13 +396,6 @@ def llama_pythonic(rng: Random, calls: list[Call]) -> str:
 def olmo(rng: Random, calls: list[Call]) -> str:
     lines = [f"{name}({python_arguments(rng, given)})" for name, given in calls]
     return "\n".join(("<function_calls>", *lines, "</function_calls>"))
-
-
-def marked(text: str, tags: tuple[str, ...]) -> str:
-    """Return a text whose tags are all tokens."""
-    for tag in tags:
-        text = text.replace(tag, TOKEN_MARK + tag)
-    return text
 
 
 def schema_of(rng: Random, arguments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -446,109 +441,73 @@ def is_same_in_each_type(calls: list[Call]) -> bool:
     return True
 
 
+TAGGED = {"is_string": lambda text, is_marked: "<" not in text or "</parameter>" in text}
 FAMILIES = {
     "hermes": Family(
-        *("hermes", hermes, ("<tool_call>", "</tool_call>"), THINK),
-        near_calls=("<tool_call> is a tag.", '<tool_call>{"a": 1}', "<tool_calls>"),
+        hermes, THINK, ("<tool_call> is a tag.", '<tool_call>{"a": 1}', "<tool_calls>")
     ),
     "qwen3_coder": Family(
-        *("qwen3_coder", tagged, ("<tool_call>", "</tool_call>"), THINK),
-        near_calls=("<tool_call> is a tag.", "<function=>", "<functions>"),
-        is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
+        tagged, THINK, ("<tool_call> is a tag.", "<function=>", "<functions>"), **TAGGED
     ),
     "llama3_json": Family(
-        *("llama3_json", llama, ("<|python_tag|>",)),
+        llama,
         near_calls=('{"name": "Ann"}', "[1, 2]", '[{"name": "Ann", "age": 3}]'),
         has_tag=False,
     ),
-    "mistral": Family(
-        *("mistral", mistral, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), MISTRAL),
-        near_calls=("[TOOL_CALLS] is a tag.", "[TOOL_CALL"),
-    ),
+    "mistral": Family(mistral, MISTRAL, ("[TOOL_CALLS] is a tag.", "[TOOL_CALL")),
     "gemma4": Family(
-        *("gemma4", gemma, ("<|tool_call>", "<tool_call|>", '<|"|>'), GEMMA4),
-        near_calls=("<|tool_call> is a tag.", "<|tool"),
+        *(gemma, GEMMA4, ("<|tool_call> is a tag.", "<|tool")),
         is_string=lambda text, is_marked: is_marked or "channel" not in text,
     ),
-    "lfm2": Family(
-        *("lfm2", pythonic, ("<|tool_call_start|>", "<|tool_call_end|>"), THINK),
-        near_calls=("<|tool_call_start|>[1 + 2]", "<|tool_call_start|>[f('x')]"),
-    ),
-    "openai": Family("openai", thought=HARMONY, has_tag=False),
-    "muse_glimmer": Family("muse_glimmer", thought=MUSE, has_tag=False),
-    "granite": Family("granite", granite, ("<|tool_call|>",), THINK),
-    "phi4_mini_json": Family(
-        *("phi4_mini_json", phi, ("<|tool_call|>", "<|/tool_call|>")),
-        near_calls=("from functools import cache", "functools[1]"),
-    ),
-    "hunyuan_a13b": Family(
-        *("hunyuan_a13b", hunyuan, ("<tool_calls>", "</tool_calls>"), THINK),
-        near_calls=("<tool_calls> none", "<tool_call> is a tag"),
-    ),
-    "seed_oss": Family(
-        "seed_oss",
-        renamed(tagged, {"tool_call>": "seed:tool_call>"}),
-        *(("<seed:tool_call>", "</seed:tool_call>"), SEED),
-        is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
-    ),
+    "lfm2": Family(pythonic, THINK, ("<|tool_call_start|>[1 + 2]", "<|tool_call_start|>[f('x')]")),
+    "openai": Family(thought=HARMONY, has_tag=False),
+    "muse_glimmer": Family(thought=MUSE, has_tag=False),
+    "granite": Family(granite, THINK),
+    "phi4_mini_json": Family(phi, near_calls=("from functools import cache", "functools[1]")),
+    "hunyuan_a13b": Family(hunyuan, THINK, ("<tool_calls> none", "<tool_call> is a tag")),
+    "seed_oss": Family(renamed(tagged, {"tool_call>": "seed:tool_call>"}), SEED, **TAGGED),
     "functiongemma": Family(
-        "functiongemma",
-        renamed(
-            gemma,
-            {
-                "<|tool_call>": "<start_function_call>",
-                "<tool_call|>": "<end_function_call>",
-                '<|"|>': "<escape>",
-            },
-        ),
-        ("<start_function_call>", "<end_function_call>", "<escape>"),
+        renamed(gemma, dict(zip(GEMMA_TAGS, FUNCTION_GEMMA.tags, strict=True)))
     ),
     "pythonic": Family(
-        *("pythonic", llama_pythonic, ("<|python_tag|>",)),
-        near_calls=("[1, 2]", "[f('x')]"),
-        has_tag=False,
-        begins_answer=True,
+        llama_pythonic, near_calls=("[1, 2]", "[f('x')]"), has_tag=False, begins_answer=True
     ),
-    "olmo3": Family(
-        *("olmo3", olmo, ("<function_calls>", "</function_calls>"), THINK),
-        near_calls=("<function_calls> none", "<function_calls>\nf('x')"),
-    ),
+    "olmo3": Family(olmo, THINK, ("<function_calls> none", "<function_calls>\nf('x')")),
     "glm45": Family(
-        *("glm45", glm, GLM.tags, THINK),
-        near_calls=("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"),
-        is_string=lambda text, is_marked: "<" not in text or "</parameter>" in text,
+        glm,
+        THINK,
+        ("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"),
+        **TAGGED,
     ),
     "minimax_m2": Family(
-        *("minimax_m2", minimax, ("<minimax:tool_call>", "</minimax:tool_call>"), THINK),
-        near_calls=("<minimax:tool_call> none", '<invoke name="'),
+        *(minimax, THINK, ("<minimax:tool_call> none", '<invoke name="')),
         is_string=lambda text, is_marked: "<" not in text,
     ),
     "deepseek_v3": Family(
-        *("deepseek_v3", deepseek, DEEPSEEK_TAGS, THINK),
-        near_calls=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>[]"),
+        deepseek,
+        THINK,
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>[]"),
     ),
     "kimi_k2": Family(
-        *("kimi_k2", kimi, KIMI_TAGS, THINK),
-        near_calls=("<|tool_call_begin|>functions.f:0", "<|tool_calls_section_begin|> no"),
+        kimi, THINK, ("<|tool_call_begin|>functions.f:0", "<|tool_calls_section_begin|> no")
     ),
     "cohere_command3": Family(
-        *("cohere_command3", cohere, ("<|START_ACTION|>", "<|END_ACTION|>"), COHERE),
-        near_calls=("<|START_ACTION|>[]", '<|START_ACTION|>[{"tool": 1}]'),
+        cohere, COHERE, ("<|START_ACTION|>[]", '<|START_ACTION|>[{"tool": 1}]')
     ),
-    "nemotron_json": Family(
-        *("nemotron_json", nemotron, ("<TOOLCALL>", "</TOOLCALL>"), THINK),
-        near_calls=("<TOOLCALL> none", "<TOOLCALL>[]</TOOLCALL>"),
-    ),
-    "minicpm3": Family(
-        *("minicpm3", minicpm, ("<|tool_call_start|>", "<|tool_call_end|>"), MINICPM3),
-        near_calls=("<|tool_call_start|>```python\n1 + 2\n```",),
-    ),
+    "nemotron_json": Family(nemotron, THINK, ("<TOOLCALL> none", "<TOOLCALL>[]</TOOLCALL>")),
+    "minicpm3": Family(minicpm, MINICPM3, ("<|tool_call_start|>```python\n1 + 2\n```",)),
 }
+"""By the names of their formats of tool calls."""
+
+
+def tool_tags(name: str) -> tuple[str, ...]:
+    """Return the tags of a format of calls; for Mistral's those of newer templates."""
+    return MISTRAL_ARGS.tags if name == "mistral" else TOOL_FORMATS[name].tags
 
 
 def harmony_answer(rng: Random) -> Answer:
     """Return an answer of gpt-oss: messages in channels."""
-    start, channel, constrain, message, end, call_end, _ = HARMONY_TAGS
+    start, message, end, call_end, _, channel, constrain = HARMONY_TAGS
     tags = HARMONY_TAGS if rng.random() < 0.5 else ()
     calls = (
         some_calls(rng, lambda text: bool(tags) or "<|" not in text) if rng.random() < 0.8 else []
@@ -575,7 +534,7 @@ def harmony_answer(rng: Random) -> Answer:
         text = rng.choice(TEXTS)
         said.append(text)
         messages.append(f"{channel}final{message}{text}{rng.choice(('', end))}")
-    text = without_marks(marked(f"{start}assistant".join(messages), tags))
+    text = without_marks(marked_text(f"{start}assistant".join(messages), tags))
     calls = plain(calls)
     return Answer(text, started, tags, [], "\n".join(thoughts), "\n".join(said), calls)
 
@@ -602,38 +561,34 @@ def muse_answer(rng: Random) -> Answer:
         source = f'<atem:invoke name="{name}">\n{source}</atem:invoke>'
         source = f"<atem:function_calls>\n{source}\n</atem:function_calls>"
         messages.append(f" to={name}{message}{source}{rng.choice((end, end_of_turn))}")
-    text = without_marks(marked(f"{start}assistant".join(messages), tags))
+    text = without_marks(marked_text(f"{start}assistant".join(messages), tags))
     calls = plain(calls)
     return Answer(
         text, started, tags, typed_functions(rng, calls), "\n".join(thoughts), "".join(said), calls
     )
 
 
-def answer(family: Family, rng: Random) -> Answer:
+def answer(name: str, rng: Random) -> Answer:
     """Return an answer of a family."""
+    family = FAMILIES[name]
     if family.thought is HARMONY:
         return harmony_answer(rng)
     if family.thought is MUSE:
         return muse_answer(rng)
-    tags = family.tags if rng.random() < 0.5 else ()
+    tags = tuple(filter(None, tool_tags(name))) if rng.random() < 0.5 else ()
     if tags and family.thought is not None:
         tags = (*tags, family.thought.opening, family.thought.closing)
     calls = []
     if rng.random() < 0.85:
         calls = some_calls(rng, lambda text: family.is_string(text, bool(tags)))
-    if family.tools in (
-        "qwen3_coder",
-        "seed_oss",
-        "glm45",
-        "minimax_m2",
-    ) and not is_same_in_each_type(calls):
+    if name in UNTYPED and not is_same_in_each_type(calls):
         calls = []
     before = rng.choice(("", "", *TEXTS)) if not (calls and family.begins_answer) else ""
     after = rng.choice(("", "", "", *TEXTS)) if calls else ""
     said = before + after
     text = before
     if calls:
-        source = marked(family.write(rng, calls), tags)
+        source = marked_text(family.write(rng, calls), tags)
         space = "\n" if before and not family.has_tag else rng.choice(("", "\n", "\n\n"))
         text += f"{space}{source}" + (f"\n{after}" if after else "")
     elif rng.random() < 0.5 and family.near_calls:
@@ -684,11 +639,11 @@ def thought(
     if is_closed and rng.random() < 0.3:
         call = family.write(rng, some_calls(rng, lambda text: text in WORDS))
         reasoning = f"{reasoning}\n{call}\nmaybe."
-        source = marked(reasoning, tags)
+        source = marked_text(reasoning, tags)
     started = rng.random() < 0.5
     label = rng.choice((form.label, form.label, "")) if form.label else ""
-    opening = "" if started else f"{marked(form.opening, tags)}{label}"
+    opening = "" if started else f"{marked_text(form.opening, tags)}{label}"
     if label or not started:
         opening += "\n" if label else rng.choice(("", "\n"))
-    closing = f"\n{marked(form.closing, tags)}\n\n" if is_closed else ""
+    closing = f"\n{marked_text(form.closing, tags)}\n\n" if is_closed else ""
     return reasoning, started, f"{opening if not started else ''}{source}{closing}"

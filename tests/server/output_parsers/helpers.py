@@ -1,10 +1,8 @@
-"""What the tests of parsers share: answers put together from their parts, and cut texts."""
+"""What the tests of parsers share: parsers by the names of formats, cut texts, and joined parts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from hypothesis import strategies as st
 
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
@@ -12,19 +10,58 @@ from nanovllm.apps.server.output_parsers.parts import (
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
+    marked_tag,
 )
 from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
+from nanovllm.apps.server.output_parsers.tool_formats import MISTRAL_ARGS, TOOL_FORMATS
+from nanovllm.options.sampling_params import TOKEN_MARK
 
 Answer = list[str | tuple[str, str]]
 """Pieces of text, and calls as (name, arguments), in order."""
 
 
-def check_calls(parse: Callable[..., Answer], text: str, answer: Answer) -> None:
-    """Check what `parse` makes of a text at once and by characters, and that arguments are JSON."""
-    assert parse(text) == parse(text, [1] * len(text)) == answer
-    for part in answer:
-        if isinstance(part, tuple):
-            json.loads(part[1])
+def make_parser(
+    form: str, functions: Sequence[Any] = (), *, marked: Sequence[str] | None = ()
+) -> ToolCallParser:
+    """Return a parser of a format; of its tags those in `marked`, or all (None), are tokens."""
+    found = MISTRAL_ARGS if form == "mistral" else TOOL_FORMATS[form]
+    assert found.parser is not None
+    marked = found.tags if marked is None else marked
+    return found.parser([marked_tag(tag, marked) for tag in found.tags], functions)
+
+
+def parse(
+    parser: str | ToolCallParser, pieces: Sequence[str], *, cut: bool = False, **options: Any
+) -> Answer:
+    """Return the answer that comes in `pieces`."""
+    if isinstance(parser, str):
+        parser = make_parser(parser, **options)
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return joined(parts + parser.finish(cut=cut))
+
+
+def check(form: str, text: str, answer: Answer, *, cut: bool = False, **options: Any) -> None:
+    """Check what is read of a text, however it is cut, and that whole arguments are JSON."""
+    for size in (1, 2, 3, 7, len(text) + 1):
+        assert parse(form, in_pieces(text, size), cut=cut, **options) == answer, size
+    for _, arguments in (part for part in answer if isinstance(part, tuple) and not cut):
+        json.loads(arguments)
+
+
+def in_pieces(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def from_tokens(tokens: Sequence[str], tags: Sequence[str]) -> str:
+    """Return the text of tokens: those that are tags have their marks."""
+    return "".join(marked_tag(token, tags) for token in tokens)
+
+
+def marked_text(text: str, tags: Sequence[str]) -> str:
+    """Return a text in which all tags are tokens."""
+    for tag in filter(None, tags):
+        text = text.replace(tag, TOKEN_MARK + tag)
+    return text
 
 
 def joined(parts: list[Part]) -> Answer:
@@ -45,22 +82,6 @@ def joined(parts: list[Part]) -> Answer:
     return answer
 
 
-def parse(kind: type[ToolCallParser], pieces: list[str], *, cut: bool = False) -> Answer:
-    """Return the answer that comes in `pieces`."""
-    parser = kind()
-    parts = [part for piece in pieces for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=cut))
-
-
-def cut(text: str, sizes: list[int]) -> list[str]:
-    """Return a text in pieces of these sizes, and the rest in one."""
-    pieces = []
-    for size in sizes:
-        pieces.append(text[:size])
-        text = text[size:]
-    return [*pieces, text]
-
-
 class Split(NamedTuple):
     """The parts of an answer, joined by kind."""
 
@@ -72,32 +93,9 @@ class Split(NamedTuple):
 
 def split(parts: list[Part]) -> Split:
     """Return the reasoning, the text and the calls of an answer."""
-    reasoning = ""
-    text = ""
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        match part:
-            case ReasoningDelta():
-                reasoning += part.text
-            case TextDelta():
-                text += part.text
-            case ToolCallStart():
-                assert part.index == len(calls)
-                calls.append((part.name, ""))
-            case ToolCallArguments():
-                assert part.index == len(calls) - 1
-                name, arguments = calls[-1]
-                calls[-1] = (name, arguments + part.text)
-    return Split(reasoning, text, calls)
-
-
-def json_values(
-    texts: st.SearchStrategy[str], keys: st.SearchStrategy[str]
-) -> st.SearchStrategy[Any]:
-    """Return a strategy for what JSON can say, of `texts`, and of objects with `keys`."""
-    numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    return st.recursive(
-        st.none() | st.booleans() | numbers | texts,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
-        max_leaves=8,
+    reasoning, text = (
+        "".join(part.text for part in parts if isinstance(part, kind))
+        for kind in (ReasoningDelta, TextDelta)
     )
+    calls = joined([p for p in parts if isinstance(p, ToolCallStart | ToolCallArguments)])
+    return Split(reasoning, text, [call for call in calls if isinstance(call, tuple)])

@@ -1,6 +1,5 @@
 """Whole answers: the format of a model, its parser and its grammars."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from nanovllm import SamplingParams, demo_model
@@ -26,14 +24,14 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.chat import ChatRequest, FunctionName
+from nanovllm.apps.server.protocol import ChatRequest, FunctionName
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.sampling_params import TOKEN_MARK
 from nanovllm.options.structured_outputs import structured_outputs
 from nanovllm.outputs import CompletionOutput
-from tests.every_case import examples
+from tests.server.output_parsers.helpers import split
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
@@ -59,8 +57,14 @@ def make_tokenizer(*, special: bool) -> Tokenizer:
     return tokenizer
 
 
-PLAIN = Tokenizer.from_file(str(Path(demo_model.MODEL) / "tokenizer.json"))
-TOKENIZERS = {special: make_tokenizer(special=special) for special in (False, True)}
+TOKENIZERS: dict[bool | str, Tokenizer] = {
+    special: make_tokenizer(special=special) for special in (False, True)
+}
+TOKENIZERS["plain"] = Tokenizer.from_file(str(Path(demo_model.MODEL) / "tokenizer.json"))
+COMPILERS = {
+    kind: GrammarCompiler(made.to_str, made.get_vocab_size(), (made.token_to_id("<|im_end|>"),))
+    for kind, made in TOKENIZERS.items()
+}
 
 
 def answer_format(template: str, *, special: bool = False) -> AnswerFormat:
@@ -74,11 +78,9 @@ class Grammar:
     def __init__(
         self, params: SamplingParams, *, special: bool = False, without_tags: bool = False
     ) -> None:
-        self._tokenizer = PLAIN if without_tags else TOKENIZERS[special]
-        end = self._tokenizer.token_to_id("<|im_end|>")
-        assert end is not None
-        size = self._tokenizer.get_vocab_size()
-        compiler = GrammarCompiler(self._tokenizer.to_str, size, (end,))
+        kind = "plain" if without_tags else special
+        self._tokenizer = TOKENIZERS[kind]
+        compiler = COMPILERS[kind]
         assert params.structured_outputs is not None
         self._matcher = compiler.matcher(structured_outputs(params.structured_outputs))
 
@@ -120,31 +122,140 @@ def decoded(parser_of: AnswerFormat, text: str) -> str:
     return text
 
 
-HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+JSON_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+JSON_NOW = '{"name": "now", "arguments": {}}'
+HERMES_CALL = f"<tool_call>\n{JSON_CALL}\n</tool_call>"
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
-CALLS = [
-    (QWEN, HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}"),
-    (QWEN35, HERMES_CALL, f"{HERMES_CALL}\n{HERMES_NOW}"),
-    (
-        LFM2,
-        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rome"}}]<|tool_call_end|>',
-        '<|tool_call_start|>[{"name": "weather", "arguments": {"city": "Rome"}}, '
-        '{"name": "now", "arguments": {}}]<|tool_call_end|>',
+MUSE_MARKS = "<atem:function_calls> to=self<|message|>"
+MUSE_NEXT = "<|eom|><|start|>assistant"
+
+
+def pair(
+    begin: str, end: str, between: str | None = None, call: str = JSON_CALL, now: str = JSON_NOW
+) -> tuple[str, str]:
+    """Return an answer with a call, and one with two.
+
+    Args:
+        between: what stands between calls; None if each is between `begin` and `end`.
+    """
+    between = end + begin if between is None else between
+    return f"{begin}{call}{end}", f"{begin}{call}{between}{now}{end}"
+
+
+def by_name(call: str) -> dict[str, str]:
+    """Return both calls, where one has the name NAME and ARGUMENTS."""
+    filled = (
+        call.replace("NAME", name).replace("ARGUMENTS", arguments).replace("NUMBER", str(index))
+        for index, (name, arguments) in enumerate((("weather", '{"city": "Rome"}'), ("now", "{}")))
+    )
+    return dict(zip(("call", "now"), filled, strict=True))
+
+
+HERMES = pair("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n")
+SEED = pair("<seed:tool_call>\n", "\n</seed:tool_call>", "\n</seed:tool_call>\n<seed:tool_call>\n")
+MINIMAX = tuple(text.replace("seed:", "minimax:") for text in SEED)
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK_CALL = by_name("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>")
+BLOCK = by_name(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>"
+)
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI_CALL = by_name(
+    "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
+)
+COHERE_CALL = by_name('{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ARGUMENTS}')
+GEMMA_CALL = by_name("<start_function_call>call:NAMEARGUMENTS<end_function_call>")
+HUNYUAN_CALL = by_name("<tool_call>NAME\n```json\nARGUMENTS\n```</tool_call>")
+MUSE_CALL = by_name(
+    ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\nARGUMENTS\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
+
+CALLS = [  # a template, and answers
+    (QWEN, *HERMES),
+    (QWEN35, *HERMES),
+    (LFM2, *pair("<|tool_call_start|>[", "]<|tool_call_end|>", ", ")),
+    (LLAMA, *(text.replace("arguments", "parameters") for text in pair("", "", "; "))),
+    (MISTRAL, *pair("[TOOL_CALLS][", "]", ", ")),
+    (MISTRAL_ARGS, *pair("[TOOL_CALLS]", "", **by_name("NAME[ARGS]ARGUMENTS"))),
+]
+FORMATS = {  # marks of a template, and answers
+    "muse_glimmer": (MUSE_MARKS, *pair("", "", MUSE_NEXT, **MUSE_CALL)),
+    "granite": ("<|tool_call|>", *pair("<|tool_call|>[", "]", ", ")),
+    "phi4_mini_json": ("functools[", *pair("functools[", "]", ", ")),
+    "phi4_mini_json in tags": ("<|/tool|>", *pair("<|tool_call|>[", "]<|/tool_call|>", ", ")),
+    "hunyuan_a13b": ("<tool_calls>[", *pair("<tool_calls>[", "]</tool_calls>", ", ")),
+    "hunyuan_a13b, dense": (
+        "<tool_calls> ```json",
+        *pair("<tool_calls>", "</tool_calls>", "\n", **HUNYUAN_CALL),
     ),
-    (LLAMA, LLAMA_CALL, f'{LLAMA_CALL}; {{"name": "now", "parameters": {{}}}}'),
-    (
-        MISTRAL,
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
-        '{"name": "now", "arguments": {}}]',
+    "seed_oss": ("<seed:tool_call>", *SEED),
+    "functiongemma": ("<start_function_call>", *pair("", "", **GEMMA_CALL)),
+    "pythonic": ("[func_name1(", *pair("[", "]", ", ")),
+    "olmo3": ("<function_calls>", *pair("<function_calls>\n", "\n</function_calls>", "\n")),
+    "minimax_m2": ("<minimax:tool_call>", *MINIMAX),
+    "glm45": ("<tool_call><arg_key>", *HERMES),
+    "deepseek_v31": (DEEPSEEK[0], *pair(*DEEPSEEK, "", **DEEPSEEK_CALL)),
+    "deepseek_v3": (f"{DEEPSEEK[0]} ```json", *pair(*DEEPSEEK, "\n", **BLOCK)),
+    "kimi_k2": (KIMI[0], *pair(*KIMI, "", **KIMI_CALL)),
+    "cohere_command3": (
+        "<|START_ACTION|>",
+        *pair("<|START_ACTION|>[", "]<|END_ACTION|>", ",\n", **COHERE_CALL),
     ),
-    (
-        MISTRAL_ARGS,
-        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
-        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}',
+    "nemotron_json": ("<TOOLCALL>", *pair("<TOOLCALL>[", "]</TOOLCALL>", ", ")),
+    "minicpm3": (
+        "<|tool_call_start|>```python",
+        *pair("<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
+    ),
+}
+CASES = [
+    *((*case, "auto", special) for case in CALLS for special in (False, True)),
+    *(
+        (f"{{% if tools %}}{marks}{{% endif %}}", one, two, name.split(",")[0].split()[0], False)
+        for name, (marks, one, two) in FORMATS.items()
     ),
 ]
+
+
+@pytest.mark.parametrize(("template", "one", "two", "name", "special"), CASES)
+def test_grammars_take_calls_and_nothing_else(
+    template: str, one: str, two: str, name: str, special: bool
+) -> None:
+    required = calls(template, "required", special=special)
+    assert required.takes(one)
+    assert required.takes(two)
+    assert not required.takes("Rome")
+    assert not required.takes(one[:-1])
+    assert not required.takes(one.replace("Rome", 'Rome", "x": "y'))
+    assert not required.takes(one.replace("weather", "whether"))
+    assert not required.takes(one.replace('"city"', '"town"'))
+    named = calls(template, FunctionName(name="weather"), special=special)
+    single = calls(template, "required", special=special, parallel_tool_calls=False)
+    for grammar in (named, single):
+        assert grammar.takes(one)
+        assert not grammar.takes(two)
+    for found in (
+        answer_format(template, special=special),
+        find_answer_format(template, name, "auto"),
+    ):
+        for text, names in ((one, ["weather"]), (two, ["weather", "now"])):
+            parts = parse(found, text)
+            assert [part.name for part in parts if isinstance(part, ToolCallStart)] == names
+            assert not any(isinstance(part, TextDelta) for part in parts)
+
+
+def test_muse_glimmer_reasons_before_what_it_must_write() -> None:
+    template = f"{{% if tools %}}{MUSE_MARKS}{{% endif %}}"
+    thought = f" to=self<|message|>Rome?{MUSE_NEXT}"
+    required = calls(template, "required")
+    assert required.takes(f"{thought}{thought}{MUSE_CALL['call']}")
+    assert not required.takes(thought)
+    params = SamplingParams(structured_outputs={"json": CITY})
+    form = Grammar(answer_format(template).params(params, "", [], "auto"))
+    assert form.takes(f'{thought} to=user<|message|>{{"city": "Rome"}}')
+    assert not form.takes('{"city": "Rome"}')
+    parts = parse(answer_format(template), f"{thought} to=user<|message|>Yes.<|eot|>")
+    assert parts == [ReasoningDelta("Rome?"), TextDelta("Yes.")]
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -171,22 +282,18 @@ def test_schemas_of_arguments() -> None:
         "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
         "required": ["tree"],
     }
+    inner = {"type": "object", "properties": {"b": {"const": 1}}}
     tools = [
         SimpleNamespace(name="grow", parameters=tree),
         SimpleNamespace(name="any", parameters={"type": "object", "additionalProperties": True}),
+        SimpleNamespace(name="inner", parameters={"properties": {"a": inner}, "required": ["a"]}),
     ]
     grammar = calls(LLAMA, "required", tools=tools)
     assert grammar.takes('{"name": "grow", "parameters": {"tree": [[], [[]]]}}')
     assert not grammar.takes('{"name": "grow", "parameters": {"tree": 1}}')
     assert grammar.takes('{"name": "any", "parameters": {"x": 1}}')
-
-
-def test_a_nested_object_of_arguments_is_closed() -> None:
-    inner = {"type": "object", "properties": {"b": {"const": 1}}}
-    parameters = {"properties": {"a": inner}, "required": ["a"]}
-    grammar = calls(LLAMA, "required", tools=[SimpleNamespace(name="f", parameters=parameters)])
-    assert grammar.takes('{"name": "f", "parameters": {"a": {"b": 1}}}')
-    assert not grammar.takes('{"name": "f", "parameters": {"a": {"b": 1, "c": 1}}}')
+    assert grammar.takes('{"name": "inner", "parameters": {"a": {"b": 1}}}')
+    assert not grammar.takes('{"name": "inner", "parameters": {"a": {"b": 1, "c": 1}}}')
 
 
 def test_annotations_of_tools_count_towards_no_limit() -> None:
@@ -356,14 +463,8 @@ def test_qwen_3_5_reasons_and_calls_by_the_types_of_its_tools(prompt: str) -> No
     values = "<parameter=city>\n7\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
     call = f"<tool_call>\n<function=weather>\n{values}</function>\n</tool_call>"
     text = f"{'' if inside else '<think>'}Hm.\n</think>\n\nI look.\n\n{call}"
-    parts: list[Part] = []
-    for character in text:
-        parts += parser.feed(character)
-    parts += parser.finish()
-    said = {kind: "".join(p.text for p in parts if isinstance(p, kind)) for kind in TEXTS}
-    assert said[ReasoningDelta] == "Hm."
-    assert said[TextDelta] == "I look."
-    assert said[ToolCallArguments] == '{"city": "7", "days": 7}'
+    parts = [part for character in text for part in parser.feed(character)] + parser.finish()
+    assert split(parts) == ("Hm.", "I look.", [("weather", '{"city": "7", "days": 7}')])
 
 
 def qwen_3_5_reader(prompt: str) -> AnswerReader:
@@ -383,13 +484,6 @@ def qwen_3_5_reader(prompt: str) -> AnswerReader:
 QWEN35_CALL = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"
 
 
-def test_a_chat_gives_its_tools_to_the_parser() -> None:
-    said = CompletionOutput(0, QWEN35_CALL, [], "stop")
-    parts = qwen_3_5_reader("").parts(said)
-    arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
-    assert "".join(arguments) == '{"a": 7}'
-
-
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_call_in_reasoning_that_is_not_closed(size: int) -> None:
     """Symptom: no call, and the finish reason "stop": an agent believes that the model is done."""
@@ -400,9 +494,7 @@ def test_a_call_in_reasoning_that_is_not_closed(size: int) -> None:
         parts += reader.parts(CompletionOutput(0, text[start : start + size], [], None))
     last = CompletionOutput(0, "", [], "stop")
     parts += reader.parts(last)
-    assert "".join(part.text for part in parts if isinstance(part, ReasoningDelta)) == "I look."
-    assert "".join(part.text for part in parts if isinstance(part, ToolCallArguments)) == '{"a": 7}'
-    assert not any(isinstance(part, TextDelta) for part in parts)
+    assert split(parts) == ("I look.", "", [("f", '{"a": 7}')])
     assert reader.finish_reason(last) == "tool_calls"
 
 
@@ -411,9 +503,7 @@ def test_a_stop_string_in_a_call_in_reasoning() -> None:
     reader = qwen_3_5_reader("<|im_start|>assistant\n<think>\n")
     text = "I look.\n<tool_call><function=f><parameter=b>/tm"
     last = CompletionOutput(0, text, [], "stop", stop_reason="p/a")
-    parts = reader.parts(last)
-    arguments = [part.text for part in parts if isinstance(part, ToolCallArguments)]
-    assert "".join(arguments) == '{"b": "/tm'
+    assert split(reader.parts(last)) == ("I look.", "", [("f", '{"b": "/tm')])
     assert reader.finish_reason(last) == "stop"
 
 
@@ -422,42 +512,6 @@ def test_qwen_3_5_without_reasoning() -> None:
     found = answer_format(QWEN35)
     assert not found.starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert parse(found, "Hello") == [TextDelta("Hello")]
-
-
-TEXTS = (TextDelta, ReasoningDelta, ToolCallArguments)
-FRAGMENTS = [*TAGS, HERMES_CALL, "<think", "<|", "|>", "<", "a", " ", "\n", '{"name": "', "}"]
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=20).map("".join),
-    st.booleans(),
-    st.booleans(),
-    st.lists(st.integers(0, 9), max_size=40),
-)
-def test_any_cut_gives_the_same(
-    text: str, cut: bool, in_reasoning: bool, sizes: Sequence[int]
-) -> None:
-    found = answer_format(QWEN)
-    parser = found.parser(has_tools=True, starts_in_reasoning=in_reasoning)
-    parts: list[Part] = []
-    rest = text
-    for size in sizes:
-        parts += parser.feed(rest[:size])
-        rest = rest[size:]
-    parts += parser.feed(rest) + parser.finish(cut=cut)
-    assert _joined(parts) == _joined(parse(found, text, in_reasoning=in_reasoning, cut=cut))
-
-
-def _joined(parts: list[Part]) -> str:
-    """Return the parts as a text in which it does not matter how pieces were cut."""
-    joined, last = "", ""
-    for part in parts:
-        kind = type(part).__name__
-        joined += f"[{kind}]" if kind != last or isinstance(part, ToolCallStart) else ""
-        joined += json.dumps(part.name if isinstance(part, ToolCallStart) else part.text)[1:-1]
-        last = kind
-    return joined
 
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
@@ -516,14 +570,9 @@ def test_a_tag_that_is_no_token() -> None:
     assert not takes("Hm.[/THINK]no")
 
 
-def test_a_grammar_that_cannot_come_after_reasoning() -> None:
-    given = SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
-    with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
-        answer_format(QWEN).params(given, "<think>", [], "auto")
-
-
-def test_the_longest_grammar_takes_no_time() -> None:
-    given = SamplingParams(structured_outputs={"grammar": "\n" * 65_536})
+@pytest.mark.parametrize("text", ['root ::= "a"', "\n" * 65_536])  # the longest, in no time
+def test_a_grammar_that_cannot_come_after_reasoning(text: str) -> None:
+    given = SamplingParams(structured_outputs={"grammar": text})
     begin = time.monotonic()
     with pytest.raises(InvalidRequestError, match="must be in Lark's notation"):
         answer_format(QWEN).params(given, "<think>", [], "auto")
@@ -539,10 +588,10 @@ def test_a_schema_that_is_none_is_left_to_the_compiler(text: str) -> None:
         Grammar(params)
 
 
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("template", "one", "two"), CALLS)
-def test_json_or_calls(template: str, one: str, two: str, special: bool) -> None:
+def test_json_or_calls(template: str, one: str, two: str) -> None:
     """With a form of the text, a model may still call tools: agents ask for both."""
+    special = template == QWEN
     found = answer_format(template, special=special)
     given = SamplingParams(structured_outputs={"json": {"type": "array", "items": {"const": 1}}})
     either = Grammar(found.params(given, "", TOOLS, "auto"), special=special).takes

@@ -10,17 +10,16 @@ from nanovllm.apps.server.output_parsers.parts import (
     TextDelta,
 )
 from nanovllm.apps.server.output_parsers.reasoning import REASONING_FORMATS, ReasoningParser
-from nanovllm.apps.server.output_parsers.tool_formats import TOOL_FORMATS
 from nanovllm.options.sampling_params import TOKEN_MARK
-from tests.server.output_parsers.helpers import Split, split
+from tests.server.output_parsers.helpers import Split, make_parser, split
 
 FUNCTIONS = [SimpleNamespace(name=name, parameters=None) for name in ("f", "g")]
 
 
-def make(tools: str, reasoning: str, *, started: bool, marked: frozenset[str]) -> AnswerParser:
+def make(tools: str, reasoning: str, *, started: bool, marked: tuple[str, ...]) -> AnswerParser:
     return AnswerParser(
         ReasoningParser(REASONING_FORMATS[reasoning], started=started, marked=marked),
-        TOOL_FORMATS[tools].parser(marked, FUNCTIONS),
+        make_parser(tools, FUNCTIONS, marked=marked),
         several=True,
     )
 
@@ -38,7 +37,7 @@ def parse(
     """Return the parts of an answer that comes `size` characters at a time."""
     for tag in marked:
         text = text.replace(tag, TOKEN_MARK + tag)
-    parser = make(tools, reasoning, started=started, marked=frozenset(marked))
+    parser = make(tools, reasoning, started=started, marked=marked)
     parts = []
     for start in range(0, len(text), size):
         parts += parser.feed(text[start : start + size])
@@ -145,7 +144,7 @@ def test_a_later_thought_may_hold_a_call() -> None:
 
 
 def test_reasoning_arrives_as_soon_as_it_can_be_no_call() -> None:
-    parser = make("hermes", "qwen3", started=True, marked=frozenset())
+    parser = make("hermes", "qwen3", started=True, marked=())
     assert parser.feed("I look") == [ReasoningDelta("I look")]
     assert parser.feed(" <tool_") == []
     assert parser.feed("box>") == [ReasoningDelta(" <tool_box>")]

@@ -15,8 +15,8 @@ from nanovllm.apps.server.output_parsers.reasoning import (
     THINK,
     ReasoningFormat,
     ReasoningParser,
+    find_reasoning_format,
 )
-from nanovllm.apps.server.output_parsers.template_marks import find_reasoning_format
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
-from nanovllm.apps.server.output_parsers.tagged_calls import TaggedParser, as_json
-from tests.every_case import examples
-from tests.server.output_parsers.helpers import Answer, cut, joined
+from nanovllm.apps.server.output_parsers.tagged_calls import as_json
+from tests.server.output_parsers.helpers import Answer, check, make_parser, parse
 
 SCHEMA: dict[str, Any] = {
     "$defs": {
@@ -37,12 +35,6 @@ FUNCTIONS = [
     SimpleNamespace(name="f", parameters=SCHEMA),
     SimpleNamespace(name="g", parameters=None),
 ]
-
-
-def parse(text: str, sizes: list[int] | None = None, *, is_cut: bool = False) -> Answer:
-    parser = TaggedParser((), FUNCTIONS)
-    parts = [part for piece in cut(text, sizes or []) for part in parser.feed(piece)]
-    return joined(parts + parser.finish(cut=is_cut))
 
 
 def parameter(key: str, value: str) -> str:
@@ -112,10 +104,7 @@ def call(*parameters: str, name: str = "f") -> str:
     ],
 )
 def test_calls(text: str, answer: Answer) -> None:
-    assert parse(text) == parse(text, [1] * len(text)) == answer
-    for part in answer:
-        if isinstance(part, tuple):
-            json.loads(part[1])
+    check("qwen3_coder", text, answer, functions=FUNCTIONS)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +152,8 @@ def test_calls(text: str, answer: Answer) -> None:
     ],
 )
 def test_types_follow_the_schema(key: str, value: str, expected: str) -> None:
-    assert parse(call(parameter(key, value))) == [("f", f'{{"{key}": {expected}}}')]
+    answer: Answer = [("f", f'{{"{key}": {expected}}}')]
+    assert parse("qwen3_coder", [call(parameter(key, value))], functions=FUNCTIONS) == answer
 
 
 @pytest.mark.parametrize(
@@ -179,75 +169,23 @@ def test_types_follow_the_schema(key: str, value: str, expected: str) -> None:
 )
 def test_a_call_that_is_cut_off(end: str, arguments: str) -> None:
     text = f"Hm. <tool_call>\n<function=f>{end}"
-    expected: Answer = ["Hm.", ("f", arguments)]
-    assert parse(text, is_cut=True) == parse(text, [1] * len(text), is_cut=True) == expected
+    check("qwen3_coder", text, ["Hm.", ("f", arguments)], cut=True, functions=FUNCTIONS)
 
 
 @pytest.mark.parametrize("text", ["Hm. <tool_call>\n<funct", "Hm. <function=f", "Hm. <tool_c"])
 def test_nothing_of_a_call_that_has_not_begun_is_text(text: str) -> None:
-    assert parse(text, is_cut=True) == parse(text, [1] * len(text), is_cut=True) == ["Hm."]
-
-
-def written(value: Any) -> str:
-    """Return a value as the chat template writes it."""
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-
-TEXTS = st.text(st.sampled_from("a<>/=\n\"'\\ é🌧{}paremt"), max_size=12)
-VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "s": TEXTS.filter(lambda text: "</parameter>" not in text),
-    "i": st.integers(),
-    "n": st.floats(allow_nan=False, allow_infinity=False) | st.integers(),
-    "b": st.booleans(),
-    "o": st.dictionaries(TEXTS, st.integers() | TEXTS | st.none(), max_size=3),
-    "l": st.lists(st.integers() | st.booleans() | TEXTS, max_size=3),
-    "maybe": st.none() | st.integers(),
-}
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.fixed_dictionaries({}, optional=VALUES), st.lists(st.integers(1, 9), max_size=40))
-def test_arguments_are_what_the_template_writes(
-    arguments: dict[str, Any], sizes: list[int]
-) -> None:
-    text = call(*(parameter(key, written(value)) for key, value in arguments.items()))
-    ((name, found),) = parse(text, sizes)
-    assert (name, json.loads(found)) == ("f", arguments)
-
-
-FRAGMENTS = [
-    *("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
-    *("f", "g", ">", "<", "s", "i", "\n", " ", "1", '"', "{", "}", "</par", "<param", "true", "é"),
-]
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=30),
-    st.lists(st.integers(1, 9), max_size=40),
-    st.booleans(),
-    st.booleans(),
-)
-def test_any_cut_gives_the_same(
-    fragments: list[str], sizes: list[int], is_cut: bool, begins: bool
-) -> None:
-    text = ("<tool_call>\n<function=f>\n<parameter=s>\n" if begins else "") + "".join(fragments)
-    whole = parse(text, is_cut=is_cut)
-    assert parse(text, sizes, is_cut=is_cut) == whole
-    assert parse(text, [1] * len(text), is_cut=is_cut) == whole
-    if not is_cut:
-        for part in whole:
-            json.loads(part[1] if isinstance(part, tuple) else '""')
+    check("qwen3_coder", text, ["Hm."], cut=True)
 
 
 def test_long_values_take_no_time() -> None:
-    text = "</parameter> x " * 20_000
-    assert parse(call(parameter("s", text))) == [("f", json.dumps({"s": text}))]
+    text = "</parameter> x " * 5_000
+    answer = [("f", json.dumps({"s": text}))]
+    assert parse("qwen3_coder", [call(parameter("s", text))], functions=FUNCTIONS) == answer
     assert as_json("[" * 100_000, {"array"}) == json.dumps("[" * 100_000)
 
 
 def test_strings_arrive_as_soon_as_they_are_certain() -> None:
-    parser = TaggedParser((), FUNCTIONS)
+    parser = make_parser("qwen3_coder", FUNCTIONS)
     start, opening = parser.feed("<tool_call>\n<function=f>\n<")
     assert isinstance(start, ToolCallStart)
     assert opening == ToolCallArguments(0, "{")

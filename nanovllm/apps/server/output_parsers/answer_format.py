@@ -9,24 +9,24 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from tokenizers import AddedToken
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
-from nanovllm.apps.server.output_parsers.channels import ChannelsParser
-from nanovllm.apps.server.output_parsers.harmony import HarmonyParser
-from nanovllm.apps.server.output_parsers.muse import MuseParser
+from nanovllm.apps.server.output_parsers.channels import (
+    ChannelsParser,
+    HarmonyParser,
+    MuseParser,
+)
 from nanovllm.apps.server.output_parsers.parameter_types import Function
-from nanovllm.apps.server.output_parsers.parts import PartsReader
+from nanovllm.apps.server.output_parsers.parts import PartsReader, marked_tag
 from nanovllm.apps.server.output_parsers.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningParser,
-)
-from nanovllm.apps.server.output_parsers.template_marks import (
     find_reasoning_format,
-    find_tool_format,
 )
+from nanovllm.apps.server.output_parsers.tool_calls import quoted
 from nanovllm.apps.server.output_parsers.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
-    quoted,
+    find_tool_format,
     tag_literal,
 )
 from nanovllm.chat.template_shape import TemplateShape
@@ -53,7 +53,6 @@ class NamedTool(Protocol):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""Whether an answer may or must call tools."""
 
 
 class _Loose(NamedTuple):
@@ -87,7 +86,11 @@ class AnswerFormat:
         self._tag_ids = {token.content: i for i, token in added_tokens.items()}
         self._special = {i for i, token in added_tokens.items() if token.special}
         self._may_reason = may_reason
-        self._channels = _channels(reasoning, tools)
+        self._channels: type[ChannelsParser] | None = None
+        """Reads whole answers in the format of the reasoning or of the calls."""
+        for parser in (MuseParser, HarmonyParser):
+            if reasoning is parser.reasoning or (tools is not None and tools.channels is parser):
+                self._channels = parser
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a rendered prompt ends with the tag that opens the reasoning."""
@@ -111,10 +114,10 @@ class AnswerFormat:
         """Return a parser for one answer.
 
         Args:
-            has_tools: whether to look for tool calls. Names are not compared with the tools': a
-                call of a tool that does not exist is a call, as in vLLM.
-            tools: the functions, for formats that leave the types of arguments to their schemas.
+            has_tools: whether to look for tool calls. As in vLLM, a call of a tool that does not
+                exist is a call.
             parallel_tool_calls: False drops the calls after the first.
+            tools: the functions, for formats that leave the types of arguments to their schemas.
         """
         has_tools = self._tools is not None and has_tools
         marked = self._marked_tags(has_tools=has_tools)
@@ -137,19 +140,20 @@ class AnswerFormat:
                     marked=marked,
                 )
             if self._tools is not None and self._tools.parser is not None and has_tools:
-                calls = self._tools.parser(marked, tools)
+                tags = [marked_tag(tag, marked) for tag in self._tools.tags]
+                calls = self._tools.parser(tags, tools)
         return AnswerParser(reasoning, calls, several=parallel_tool_calls)
 
     def _marked_tags(self, *, has_tools: bool) -> frozenset[str]:
         """Return the tags that are special tokens: kept in the text, and marked there."""
-        tags: set[str] = set()
+        tags: list[str] = []
         if self._channels is not None:
-            tags.update(self._channels.tags)
+            tags += self._channels.tags
         else:
             if self._reasoning is not None:
-                tags.update((self._reasoning.opening, self._reasoning.closing))
+                tags += (self._reasoning.opening, self._reasoning.closing)
             if self._tools is not None and has_tools:
-                tags.update(self._tools.tags)
+                tags += self._tools.tags
         return frozenset(tag for tag in tags if self._tag_ids.get(tag) in self._special)
 
     def params(
@@ -170,8 +174,8 @@ class AnswerFormat:
 
         Args:
             prompt: the rendered conversation.
-            strict: the tools whose arguments must fit their schema also in calls that the model
-                makes of itself, if the format allows it.
+            strict: the tools whose arguments must also fit their schema in calls that the model
+                makes of its own accord, if the format allows it.
 
         Raises:
             InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
@@ -211,14 +215,10 @@ class AnswerFormat:
         parallel_tool_calls: bool = True,
         prompt: str = "",
     ) -> StructuredOutputsParams | None:
-        """Return what makes an answer call tools; None where it need not.
+        """Return what makes an answer call tools, after its reasoning; None where it need not.
 
         "required" makes one call or more, a named tool exactly one. Arguments fit the schema of
-        their tool; properties that it does not declare come only with "additionalProperties". A
-        model that reasons may do so before.
-
-        Args:
-            parallel_tool_calls: False allows one call only.
+        their tool; properties that it does not declare come only with "additionalProperties".
 
         Raises:
             InvalidRequestError: there is no such tool, or the model's format is not known.
@@ -260,8 +260,7 @@ class AnswerFormat:
     ) -> StructuredOutputsParams:
         """Return a form whose text may follow reasoning, or must if the prompt opens it.
 
-        Args:
-            calls: rules of the calls that may come instead; "" for none.
+        `calls` are rules of the calls that may come instead; "" for none.
         """
         start = self._start(prompt)
         if start == _NO_REASONING and not calls:
@@ -287,7 +286,8 @@ class AnswerFormat:
                 )
             rule = f"%lark {{\n{form.text}\n}}"  # its rules have separate names
         if self._channels is not None:
-            rule = f"{self._channels.text_opening(self._literal)} body\nbody: {rule}"
+            opening = self._channels.text_opening.format(*map(self._literal, self._channels.tags))
+            rule = f"{opening} body\nbody: {rule}"
         either = f"answer: form | calls\n{calls}" if calls else "answer: form\n"
         source = f"{form.source} next to tools" if calls else form.source
         return made_grammar(f"{start}{either}form: {rule}\n", source)
@@ -315,16 +315,6 @@ class AnswerFormat:
         return tag_literal(tag, self._tag_ids)
 
 
-def _channels(
-    reasoning: ReasoningFormat | None, tools: ToolFormat | None
-) -> type[ChannelsParser] | None:
-    """Return what reads whole answers in the format of the reasoning or of the calls."""
-    for parser in (HarmonyParser, MuseParser):
-        if reasoning is parser.reasoning or (tools is not None and tools.channels is parser):
-            return parser
-    return None
-
-
 def find_answer_format(
     chat_template: str | None,
     tool_call_parser: str,
@@ -335,9 +325,8 @@ def find_answer_format(
     """Return the format that a chat template shows, or the named one.
 
     Args:
-        tool_call_parser: "auto" for what the template shows, "none", or a name.
-        reasoning_parser: likewise.
-        added_tokens: the tokenizer's added tokens by id; some of them may be tags.
+        tool_call_parser, reasoning_parser: "auto" for what the template shows, "none", or a name.
+        added_tokens: the tokenizer's, by id; some of them may be tags.
         shape: as for `find_tool_format`.
 
     Raises:

@@ -18,10 +18,9 @@ from nanovllm.options.sampling_params import TOKEN_MARK
 class AnswerParser:
     """Splits one answer into parts. The parts are the same, joined, however its text is cut.
 
-    A call in reasoning that is closed later is a thought. If nothing closes the reasoning, the
-    first call in it has: from there on the answer is calls and text. So is it if the closing tag
-    follows the calls at once, and nothing follows that. Of an answer that was cut off, a call that
-    text follows is a thought, too.
+    A call in reasoning that is closed later is a thought. If nothing closes the reasoning, or only
+    a tag at the end of the answer, right after the calls, then the first call ends the reasoning:
+    calls and text follow. In an answer that was cut off, a call that text follows is a thought.
 
     Args:
         reasoning: splits the reasoning off; where messages go to channels, the calls too.
@@ -30,11 +29,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self,
-        reasoning: PartsReader | None,
-        tools: ToolCallParser | None,
-        *,
-        several: bool,
+        self, reasoning: PartsReader | None, tools: ToolCallParser | None, *, several: bool
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
@@ -54,11 +49,7 @@ class AnswerParser:
         return self._sent(self._with_calls(parts))
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """Return the parts that were held back. Nothing may be fed afterwards.
-
-        Args:
-            cut: whether the answer was cut off; then the beginning of a tag at its end is dropped.
-        """
+        """Return the parts that were held back, as `PartsReader.finish` does."""
         parts = [] if self._reasoning is None else self._reasoning.finish(cut=cut)
         parts = self._with_calls(parts)
         if self._tools is not None:
@@ -91,7 +82,7 @@ class AnswerParser:
     def _sent(self, parts: list[Part]) -> list[Part]:
         """Return the parts to send, with pieces of the same text joined.
 
-        A tag where no tag belongs is text: without its mark, which is not a character.
+        A tag where none belongs is text, without its mark, which is not a character.
         """
         joined: list[Part] = []
         for part in parts:
@@ -112,20 +103,14 @@ class AnswerParser:
 
 
 class _Thought:
-    """Reasoning that may hold a call.
-
-    Args:
-        calls: a parser that has read nothing yet.
-    """
+    """Reasoning that may hold a call; `calls` is a parser that has read nothing yet."""
 
     def __init__(self, calls: ToolCallParser) -> None:
         self._calls = calls
-        self.has_call = False
-        """Whether it has a call: from there on it is held back."""
+        self.has_call = False  # from there on it is held back
+        self.after = ""  # what follows the reasoning, once it is finished
         self._goes_on = False  # text follows the call
         self._held: list[str] = []  # what was read, and may be a call
-        self.after = ""
-        """What follows the reasoning, once it is finished."""
 
     @property
     def ends_with_calls(self) -> bool:

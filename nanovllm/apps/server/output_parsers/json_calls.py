@@ -3,17 +3,14 @@
 import re
 import secrets
 import string
-from collections.abc import Collection, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function
-from nanovllm.apps.server.output_parsers.text_reader import NotACall, Steps
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps
 from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 FUNCTOOLS = "functools["
-_CALL = "<tool_call>"
-_CALL_END = "</tool_call>"
 _FENCE = "```"
 _NAME_CHARACTER = re.compile(r"[-.\w]")
 _UNTAGGED_NAME = re.compile(rf"[^\s`{{}}<>\[\]{TOKEN_MARK}]")
@@ -22,23 +19,19 @@ _UNTAGGED_NAME = re.compile(rf"[^\s`{{}}<>\[\]{TOKEN_MARK}]")
 class HermesParser(ToolCallParser):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>; Hermes, Qwen, SmolLM.
 
-    The tags may hold several calls.
+    The tags may hold several calls. Nemotron before version 3 has a list between other tags.
     """
-
-    tag = "<tool_call>"
-    closing = "</tool_call>"
 
     def _calls(self) -> Steps[None]:
         yield from self._json_calls()
 
 
-class LlamaParser(ToolCallParser):
+class LlamaParser(HermesParser):
     """{"name": "f", "parameters": {...}}, several separated by ";" or in a list; Llama 3.
 
     It begins a line, or follows <|python_tag|>.
     """
 
-    tag = "<|python_tag|>"
     only_known_keys = True
 
     def _find(self) -> tuple[int, int] | None:
@@ -46,28 +39,21 @@ class LlamaParser(ToolCallParser):
         match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=[\[{{])", self._text)
         return None if match is None else match.span()
 
-    def _calls(self) -> Steps[None]:
-        yield from self._json_calls()
-
 
 class MistralParser(ToolCallParser):
     """[TOOL_CALLS] with a JSON list of calls, or with name[ARGS]{...} for each call; Mistral."""
-
-    tag = "[TOOL_CALLS]"
 
     def _new_call_id(self) -> str:
         """Return an id as Mistral's chat templates demand it."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) in ("[", "{"):
+        if (yield from self._next()) in ("[", "{"):
             yield from self._json_calls()
             return
         name = yield from self._known_word()
         call_id = None
-        yield from self._skip_space()
-        if (yield from self._accept(self._tag("[CALL_ID]"))):
+        if (yield from self._accept_next(self._tag("[CALL_ID]"))):
             call_id = yield from self._known_word()
         start = self._pos
         yield from self._skip_tags(self._tag("[ARGS]"))
@@ -95,27 +81,17 @@ class GraniteParser(HermesParser):
     Version 3.1 also writes <tool_call> after the tag, or in its place.
     """
 
-    tag = "<|tool_call|>"
-    closing = _CALL_END
-
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
-        self._openings = (self._opening, self._tag(_CALL))
+    other_openings = ("<tool_call>",)
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_tags(self._tag(_CALL))
+        yield from self._skip_tags(self._openings[1])
         yield from super()._calls()
 
 
 class Phi4Parser(HermesParser):
     """functools[{"name": "f", "arguments": {...}}], or the list between tags; Phi-4-mini."""
 
-    tag = "<|tool_call|>"
-    closing = "<|/tool_call|>"
-
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
-        self._openings = (self._opening, FUNCTOOLS)
+    other_openings = (FUNCTOOLS,)
 
     def _calls(self) -> Steps[None]:
         if self._text[: self._pos].endswith(FUNCTOOLS):
@@ -123,36 +99,26 @@ class Phi4Parser(HermesParser):
         yield from super()._calls()
 
 
-class NemotronParser(HermesParser):
-    """<TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>; Nemotron before version 3."""
-
-    tag = "<TOOLCALL>"
-    closing = "</TOOLCALL>"
-
-
 class CohereParser(HermesParser):
-    """<|START_ACTION|>[{"tool_name": "f", "parameters": {...}}]<|END_ACTION|>; Command R7B, A."""
+    """[{"tool_name": "f", "parameters": {...}}] between tags; Command R7B, A."""
 
-    tag = "<|START_ACTION|>"
-    closing = "<|END_ACTION|>"
     name_keys = ("tool_name", "name")
 
 
 class SectionParser(HermesParser):
     """Calls in a section, each between tags of its own: a header with the name, then arguments.
 
-    The arguments may be a block of Markdown. Models forget the tags of the section, and write JSON
-    in its place.
+    So write HunYuan and Apriel. The arguments may be a block of Markdown. Models forget the tags of
+    the section, and write JSON in its place.
     """
 
     calls_are_json = False
-    call_tags: ClassVar[tuple[str, str]]
-    """The tags around a call."""
 
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
-        self._call_tag, self._call_end = map(self._tag, self.call_tags)
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
+        super().__init__(tags, functions)
+        self._call_tag, self._call_end = self._tags[2:4]
         self._openings = (self._opening, self._call_tag)
+        self._call_ids: set[str] = set()
 
     def _tags_after(self) -> tuple[str, ...]:
         return (self._call_end, *super()._tags_after())
@@ -160,8 +126,7 @@ class SectionParser(HermesParser):
     def _calls(self) -> Steps[None]:
         is_tagged = self._text[: self._pos].endswith(self._call_tag)
         if not is_tagged:
-            yield from self._skip_space()
-            is_tagged = yield from self._accept(self._call_tag)
+            is_tagged = yield from self._accept_next(self._call_tag)
         if not is_tagged:
             yield from super()._calls()
             return
@@ -176,15 +141,12 @@ class SectionParser(HermesParser):
             yield from self._call()
         else:
             name, call_id = yield from self._header()
-            yield from self._skip_space()
-            yield from self._accept(_FENCE)
+            yield from self._accept_next(_FENCE)
             yield from self._accept("json")
-            yield from self._skip_space()
-            if not name or (yield from self._peek()) != "{":
+            if not name or (yield from self._next()) != "{":
                 raise NotACall
             yield from self._named_call(name, call_id)
-            yield from self._skip_space()
-            yield from self._accept(_FENCE)
+            yield from self._accept_next(_FENCE)
         yield from self._skip_tags(self._call_end)
 
     def _header(self) -> Steps[tuple[str, str | None]]:
@@ -192,25 +154,12 @@ class SectionParser(HermesParser):
         return (yield from self._word(_UNTAGGED_NAME)), None
 
 
-class HunYuanParser(SectionParser):
-    """<tool_calls> with a JSON list, or a <tool_call> with a name for each; HunYuan, Apriel."""
-
-    tag = "<tool_calls>"
-    closing = "</tool_calls>"
-    call_tags = (_CALL, _CALL_END)
-
-
 class DeepSeekParser(SectionParser):
     """A name and JSON between tags; in version 3 a type, a name and a block of JSON; DeepSeek."""
 
-    tag = "<｜tool▁calls▁begin｜>"
-    closing = "<｜tool▁calls▁end｜>"
-    call_tags = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    separator: ClassVar[str] = "<｜tool▁sep｜>"
-
     def _header(self) -> Steps[tuple[str, str | None]]:
         name = yield from self._word(_UNTAGGED_NAME)
-        if (yield from self._accept(self._tag(self.separator))):
+        if (yield from self._accept(self._tags[4])):
             yield from self._skip_space()
             name = (yield from self._word(_UNTAGGED_NAME)) or name
         return name, None
@@ -219,19 +168,9 @@ class DeepSeekParser(SectionParser):
 class KimiParser(SectionParser):
     """functions.f:0 and JSON between tags; Kimi. What stands before the JSON is the call's id."""
 
-    tag = "<|tool_calls_section_begin|>"
-    closing = "<|tool_calls_section_end|>"
-    call_tags = ("<|tool_call_begin|>", "<|tool_call_end|>")
-    separator: ClassVar[str] = "<|tool_call_argument_begin|>"
-
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
-        self._call_ids: set[str] = set()
-
     def _header(self) -> Steps[tuple[str, str | None]]:
         call_id = yield from self._word(_UNTAGGED_NAME)
-        yield from self._skip_space()
-        yield from self._accept(self._tag(self.separator))
+        yield from self._accept_next(self._tags[4])
         name, _, number = call_id.rpartition(":")
         is_whole = name != "" and number.isdecimal() and call_id not in self._call_ids
         self._call_ids.add(call_id)

@@ -1,29 +1,43 @@
-"""Reads tool calls whose arguments are not JSON, such as Gemma 4's.
+"""Reads tool calls whose arguments are literals, but not JSON's: Gemma's and Python's.
 
 <|tool_call>call:f{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+<|tool_call_start|>[f(city='Rome', days=[1, 2])]<|tool_call_end|>
 """
 
 import dataclasses
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
-from nanovllm.apps.server.output_parsers.text_reader import (
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps, prefix_at_end
+from nanovllm.apps.server.output_parsers.tool_calls import (
     JSON_SCALAR,
-    NotACall,
-    Steps,
+    ToolCallParser,
     decoded,
     escaped,
-    prefix_at_end,
+    quoted,
 )
-from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
+from nanovllm.options.sampling_params import TOKEN_MARK
 
-NAME = re.compile(r"[-.:\w]")
-"""A character of a function's name."""
+_NAME = re.compile(r"[-.:\w]")  # a character of a function's name
 _JSON_BEGINS = {"}": "{", "]": "[", "": ""}
+
+# Python's
+_KEY = re.compile(r"[-.\w]")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS = frozenset((*_WORDS, *_WORDS.values()))
+_WORDS |= {"set()": "[]", "list()": "[]", "tuple()": "[]", "dict()": "{}"}
+_NUMBER = re.compile(r"[-+]?(?:[\d_]+\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?", re.ASCII)
+_MAX_NUMBER = 64  # characters of a number that is written as JSON has it
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_ESCAPES |= {character: character for character in "\\'\""}
+_CODES = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits after a backslash and this letter
+_FENCE = "```"
+_BEGINS_CALL = re.compile(r"[\w{]")
+_PREFIX = re.compile(r"[rbfuRBFU]")
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,10 +46,8 @@ class _Bracket:
 
     opening: str
     closing: str
-    json_end: str | None
-    """What closes its JSON; None if that is not decided yet, nor what opens it."""
-    place: int = 0
-    """Where that stands in the text that is held back."""
+    json_end: str | None  # what closes its JSON; None if that is not decided yet, nor what opens it
+    place: int = 0  # where that stands in the text that is held back
 
 
 class LiteralParser(ToolCallParser):
@@ -51,13 +63,13 @@ class LiteralParser(ToolCallParser):
     undecided: ClassVar[str] = ""
     """Brackets whose JSON depends on what follows: they hold an object if their first value is a
     key, otherwise a list; round ones may enclose a single value."""
-    quotes: tuple[str, ...]
-    """What a string may begin with, and then ends with."""
-    breaks: tuple[str, ...]
-    """What has a meaning in a string besides its quotes: a backslash, or a tag that ends it."""
+    quotes: tuple[str, ...]  # what a string may begin with, and then ends with
+    escapes: bool = False  # whether a backslash has a meaning in strings
+    words_nest: ClassVar[bool] = False
+    """Whether brackets in a bare word belong to it, up to those that close them."""
 
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
+        super().__init__(tags, functions)
         self._types = {each.name: each.types for each in self._functions}
         self._parameters: ParameterTypes | None = None  # of the function that is called
         self._parameter = ""  # of the value that is read; "" where it has quotes
@@ -73,11 +85,9 @@ class LiteralParser(ToolCallParser):
         """Return a value that has no quotes and no brackets as JSON."""
 
     def _read_call(self, name: str, closing: str, separator: str) -> Steps[None]:
-        """Read the arguments after their bracket, and pass the call on meanwhile.
+        """Read the arguments up to their closing bracket, and pass the call on meanwhile.
 
-        Args:
-            closing: the bracket after them.
-            separator: what stands between a name and its value.
+        `separator` stands between a name and its value.
         """
         self._parameters = self._types.get(name)
         self._start(name)
@@ -100,9 +110,8 @@ class LiteralParser(ToolCallParser):
 
     def _arguments(self, separator: str) -> Steps[None]:
         """Read what is between the brackets."""
-        yield from self._skip_space()
         nothing = (self._open[0].closing, "")
-        if (yield from self._peek()) in nothing or (yield from self._is_next(self._end)):
+        if (yield from self._next()) in nothing or (yield from self._is_next(self._end)):
             yield from self._is_closed()
             return
         has_key = False
@@ -113,7 +122,6 @@ class LiteralParser(ToolCallParser):
             opening = yield from self._peek()
             if opening in self.brackets:
                 self._pos += 1
-                yield from self._skip_space()
                 if not (yield from self._opens_nothing(opening)):
                     continue
             else:
@@ -127,7 +135,7 @@ class LiteralParser(ToolCallParser):
     def _opens_nothing(self, opening: str) -> Steps[bool]:
         """Open a bracket that was read; return whether nothing stands in it."""
         closing, json_end = self.brackets[opening]
-        is_empty = (yield from self._peek()) == closing
+        is_empty = (yield from self._next()) == closing
         bracket = _Bracket(opening, closing, json_end)
         self._open.append(bracket)
         if opening in self.undecided and not is_empty:
@@ -156,8 +164,7 @@ class LiteralParser(ToolCallParser):
         bracket = self._open[-1]
         if bracket.json_end is not None or bracket.opening != "{":
             return False
-        yield from self._skip_space()
-        if not (yield from self._accept(":")):
+        if not (yield from self._accept_next(":")):
             return False
         key = "".join(self._held[bracket.place + 1 :])
         self._held[bracket.place + 1 :] = [key if key.startswith('"') else json.dumps(key)]
@@ -176,19 +183,15 @@ class LiteralParser(ToolCallParser):
     def _is_closed(self) -> Steps[bool]:
         """Read brackets that close something, up to a comma; return whether the call is closed."""
         while self._open:
-            yield from self._skip_space()
-            character = yield from self._peek()
+            character = yield from self._following()
             if not character or (yield from self._is_next(self._end)):
-                if not character and self._cut:
-                    raise NotACall
                 while self._open:
                     self._close()
                 return True
             self._pos += 1
             if character == ",":
                 self._decide("]")
-                yield from self._skip_space()
-                if (yield from self._peek()) not in (*self._ends[1:], ""):
+                if (yield from self._next()) not in (*self._ends[1:], ""):
                     self._write(", ")
                     return False
             elif any(character == bracket.closing for bracket in self._open):
@@ -212,9 +215,8 @@ class LiteralParser(ToolCallParser):
             key = yield from self._bare(separator + self._ends.replace("]", ""))
             value = decoded(key) if key.startswith('"') else None
             self._parameter = key if value is None else value
-            self._write(json.dumps(self._parameter, ensure_ascii=False))
-        yield from self._skip_space()
-        yield from self._accept(separator)
+            self._write(quoted(self._parameter))
+        yield from self._accept_next(separator)
         yield from self._skip_space()
         self._write(": ")
 
@@ -226,24 +228,30 @@ class LiteralParser(ToolCallParser):
     def _bare(self, ends: str) -> Steps[str]:
         """Read up to one of these characters, or the end; return it without spaces around."""
         start = self._pos
+        depth = 0
         while True:
             character = yield from self._peek()
             if not character and self._cut:
                 raise NotACall
-            if not character or character in ends or (yield from self._is_next(self._end)):
+            is_end = not character or (not depth and character in ends)
+            if is_end or (yield from self._is_next(self._end)):
                 return self._text[start : self._pos].strip()
+            depth += self.words_nest and character in self.brackets
+            depth -= depth > 0 and character in ")]}"
             self._pos += 1
 
     def _is_quoted(self, ends: str) -> Steps[bool]:
         """Read a string that one of `ends` follows, and pass it on; return whether there is one."""
         for quote in self.quotes:
             if (yield from self._accept(quote)):
-                yield from self._quoted(quote, self.breaks, ends)
+                yield from self._quoted(quote, ends)
                 return True
         return False
 
-    def _quoted(self, quote: str, breaks: tuple[str, ...], ends: str) -> Steps[None]:
-        tags = (quote, *breaks)
+    def _quoted(self, quote: str, ends: str) -> Steps[None]:
+        # A token that ends the calls ends the string, too: the model forgot its quote.
+        end = (self._end,) if self._end.startswith(TOKEN_MARK) else ()
+        tags = (quote, *end, *("\\" * self.escapes))
         special = re.compile("|".join(map(re.escape, tags)))
         num_inner = 0  # quotes that did not end it
         self._write('"')
@@ -252,7 +260,7 @@ class LiteralParser(ToolCallParser):
             found = special.search(self._text, self._pos)
             self._pos = len(self._text) if found is None else found.start()
             if found is None and (self._cut or not self._ended):
-                self._pos -= max(len(prefix_at_end(self._text[start:], tag)) for tag in tags)
+                self._pos -= len(prefix_at_end(self._text[start:], tags))
             self._write(escaped(self._text[start : self._pos]))
             if found is None:
                 if self._ended and not self._cut:
@@ -276,13 +284,31 @@ class LiteralParser(ToolCallParser):
 
     def _escape(self) -> Steps[None]:
         """Read a backslash and what belongs to it, and pass on what it stands for."""
-        raise NotImplementedError
+        self._pos += 1
+        letter = yield from self._peek()
+        if not letter:
+            if self._cut:
+                raise NotACall
+            self._write("\\\\")
+            return
+        start = self._pos
+        self._pos += 1
+        if letter in _CODES:
+            while self._pos - start <= _CODES[letter] and re.fullmatch(
+                r"[0-9a-fA-F]", (yield from self._peek())
+            ):
+                self._pos += 1
+            digits = self._text[start + 1 : self._pos]
+            code = int(digits or "110000", 16)
+            if len(digits) == _CODES[letter] and code < 0x110000 and not 0xD800 <= code < 0xE000:
+                self._write(escaped(chr(code)))
+                return
+            self._pos = start + 1
+        self._write(escaped(_ESCAPES.get(letter, f"\\{letter}")))
 
     def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
-        """Whether a quote that was read ends its string: one of `ends`, or no text, follows.
-
-        Args:
-            num_inner: how many quotes in the string did not.
+        """Whether a quote that was read ends its string, as `num_inner` before it did not: one of
+        `ends`, or no text, follows.
         """
         start = self._pos
         following = yield from self._following()
@@ -291,47 +317,33 @@ class LiteralParser(ToolCallParser):
         return found
 
     def _following(self) -> Steps[str]:
-        """Return the next character after white space; "" at the end of the answer.
-
-        Raises:
-            NotACall: the answer was cut off before it.
-        """
-        yield from self._skip_space()
-        character = yield from self._peek()
+        """Return what `_next` does; raise NotACall if the answer was cut off before it."""
+        character = yield from self._next()
         if not character and self._cut:
             raise NotACall
         return character
 
 
-class Gemma4Parser(LiteralParser):
+class GemmaParser(LiteralParser):
     """<|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>, one after the other; Gemma 4.
 
-    Keys may be quoted, and strings be JSON's or have single quotes. Calls may be JSON.
+    Keys may be quoted; strings may be JSON's or have single quotes; calls may be JSON.
     """
 
-    tag = "<|tool_call>"
-    closing = "<tool_call|>"
-    quote_tag: ClassVar[str] = '<|"|>'
-    """What is around strings."""
-
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
-        self._quote = self._tag(self.quote_tag)
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
+        super().__init__(tags, functions)
+        self._quote = tags[2]
         self.quotes = (self._quote, "'")
-        # A token that ends the call ends the string, too: the model forgot the token of quotes.
-        self.breaks = (self._end,) if self.closing in marked else ()
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) == "{":
+        if (yield from self._next()) == "{":
             yield from self._json_calls()
             return
         if not (yield from self._accept("call:")):
             yield from self._accept(":")
         yield from self._skip_space()
-        name = yield from self._word(NAME)
-        yield from self._skip_space()
-        if not name or not (yield from self._accept("{")):
+        name = yield from self._word(_NAME)
+        if not name or not (yield from self._accept_next("{")):
             raise NotACall
         yield from self._read_call(name, "}", ":")
 
@@ -341,7 +353,7 @@ class Gemma4Parser(LiteralParser):
             return
         source = yield from self._value()
         value = decoded(source)
-        self._write(json.dumps(source[1:-1] if value is None else value, ensure_ascii=False))
+        self._write(quoted(source[1:-1] if value is None else value))
 
     def _inner_quote(self, quote: str) -> str:
         return '"' if quote == self._quote else quote
@@ -349,9 +361,9 @@ class Gemma4Parser(LiteralParser):
     def _as_json(self, word: str) -> str:
         word, quote, _ = word.partition(self._quote)
         if quote or self._is_string():  # the model forgot the opening one, or both
-            return json.dumps(word, ensure_ascii=False)
+            return quoted(word)
         word = "null" if word in ("None", "nil") else word
-        return word if JSON_SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False)
+        return word if JSON_SCALAR.fullmatch(word) else quoted(word)
 
     def _is_string(self) -> bool:
         """Whether the schema wants nothing but a string for the value that is read."""
@@ -361,9 +373,169 @@ class Gemma4Parser(LiteralParser):
         return types.of(self._parameter) == {"string"}
 
 
-class FunctionGemmaParser(Gemma4Parser):
-    """Gemma 4's format with other tags; FunctionGemma."""
+class PythonicParser(LiteralParser):
+    """<|tool_call_start|>[f(key=value), g()]<|tool_call_end|>; LFM2.
 
-    tag = "<start_function_call>"
-    closing = "<end_function_call>"
-    quote_tag = "<escape>"
+    Values are Python's literals, or JSON; calls may be JSON objects. The chat template does not
+    escape quotes, so models forget to: a quote ends its string if an argument may end there.
+    """
+
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **LiteralParser.brackets,
+        "(": (")", "]"),
+    }
+    undecided = "{("
+    in_lines: ClassVar[bool] = False
+    """Whether each call is on a separate line; otherwise there are commas between calls."""
+    quotes = ("'''", '"""', "'", '"')
+    escapes = True
+    words_nest = True
+
+    def _calls(self) -> Steps[None]:
+        in_list = yield from self._accept_next("[")
+        separator = True
+        while separator:
+            if (yield from self._next()) == "{":
+                yield from self._call()
+            else:
+                yield from self._pythonic_call()
+            yield from self._skip_space()
+            separator = yield from self._separator()
+        if in_list:
+            yield from self._accept("]")
+
+    def _separator(self) -> Steps[bool]:
+        """Read what stands between two calls; return whether there is one more."""
+        has_comma = yield from self._accept(",")
+        begins_call = _BEGINS_CALL.match((yield from self._next())) is not None
+        return begins_call and (has_comma or self.in_lines)
+
+    def _pythonic_call(self) -> Steps[None]:
+        name = yield from self._call_name()
+        if not name:
+            raise NotACall
+        yield from self._read_call(name, ")", "=")
+
+    def _call_name(self) -> Steps[str]:
+        """Read the name of a call and its bracket; return "" if no argument and no end follows."""
+        name = yield from self._word_before(_NAME, "(")
+        yield from self._following()
+        start = self._pos
+        key = yield from self._word(_KEY)
+        is_call = (yield from self._following()) == ("=" if key else ")")
+        self._pos = start
+        return name if is_call else ""
+
+    def _scalar(self) -> Steps[None]:
+        start = self._pos
+        prefix = yield from self._word(_PREFIX)
+        quote = yield from self._peek()
+        if len(prefix) > 2 or quote not in ("'", '"'):
+            self._pos = start
+        elif "r" in prefix.lower():
+            self.escapes = False
+        yield from super()._scalar()
+        self.escapes = True
+
+    def _is_end_of_string(self, ends: str, num_inner: int) -> Steps[bool]:
+        if "," not in ends:  # it is a key
+            return (yield from super()._is_end_of_string(ends, num_inner))
+        start = self._pos
+        found = yield from self._is_after_value(ends, is_sure=num_inner % 2 == 0)
+        self._pos = start
+        return found
+
+    def _is_after_value(self, ends: str, *, is_sure: bool) -> Steps[bool]:
+        """Whether what comes next may follow a value: brackets that close, or another value.
+
+        `is_sure` is whether no quote in the value waits for another one.
+        """
+        depth = len(self._open)
+        while True:
+            character = yield from self._following()
+            if not character or (yield from self._is_next(self._end)):
+                return True
+            if depth == 0 and character not in ",]":
+                return is_sure or (self.in_lines and (yield from self._call_name()) != "")
+            self._pos += 1
+            if character == ",":
+                return (yield from self._is_next_value(depth, is_sure=is_sure))
+            if depth == 0:
+                return True
+            if character == ":":
+                return ":" in ends
+            while depth > 0 and self._open[depth - 1].closing != character:
+                depth -= 1
+            if depth == 0:
+                return False
+            depth -= 1
+
+    def _is_next_value(self, depth: int, *, is_sure: bool) -> Steps[bool]:
+        """Whether a value or call comes next, after a comma in so many brackets."""
+        character = yield from self._following()
+        if not character or character in ")]}":
+            return True
+        if depth > 1:
+            if is_sure or character in "'\"[{(+-.0123456789":
+                return True
+            word = yield from self._word(_KEY)
+            yield from self._following()
+            return word in _CONSTANTS
+        if depth == 0:
+            return character == "{" or (yield from self._call_name()) != ""
+        key = yield from self._word_before(_KEY, "=")
+        has_key = key != "" and (yield from self._following()) != "="
+        declared = self._parameters.declared if self._parameters else ()
+        return has_key and (is_sure or not declared or key in declared)
+
+    def _word_before(self, pattern: re.Pattern[str], bracket: str) -> Steps[str]:
+        """Read a word of such characters and a bracket; return the word, "" without the bracket."""
+        word = yield from self._word(pattern)
+        yield from self._following()
+        return word if (yield from self._accept(bracket)) else ""
+
+    def _as_json(self, word: str) -> str:
+        if word in _WORDS or JSON_SCALAR.fullmatch(word):
+            return _WORDS.get(word, word)
+        if len(word) <= _MAX_NUMBER and _NUMBER.fullmatch(word):
+            for number in (int, float):
+                try:
+                    found = json.dumps(number(word))
+                except ValueError:
+                    continue
+                if JSON_SCALAR.fullmatch(found):
+                    return found
+        return quoted(word)
+
+
+class LlamaPythonicParser(PythonicParser):
+    """[f(key=value), g()] at the start of an answer; Llama 3.2 with a template that asks for it."""
+
+    only_known_keys = True
+
+    def _find(self) -> tuple[int, int] | None:
+        start = "" if self._has_sent_text else r"|\A\s*(?=\[)"
+        match = re.search(rf"{re.escape(self._opening)}{start}", self._text)
+        return None if match is None else match.span()
+
+
+class OlmoParser(PythonicParser):
+    """Calls on separate lines between tags; Olmo 3."""
+
+    in_lines = True
+
+
+class MiniCpmParser(OlmoParser):
+    """Calls on separate lines of a block of Markdown; MiniCPM 3 and 4."""
+
+    def _calls(self) -> Steps[None]:
+        if (yield from self._accept_next(_FENCE)):
+            yield from self._accept("python")
+        yield from super()._calls()
+        yield from self._accept_next(_FENCE)
+
+    def _is_next(self, tag: str) -> Steps[bool]:
+        found = yield from super()._is_next(tag)
+        if not found and tag == self._end:  # the end of the block is that of the calls, too
+            found = yield from super()._is_next(_FENCE)
+        return found

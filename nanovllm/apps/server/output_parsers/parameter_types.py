@@ -1,12 +1,11 @@
-"""What JSON types the parameters of a function may have, by the schema of the function.
+"""What JSON types the parameters of a function may have, for calls that write values without types.
 
-For formats of calls that write values without their types. Reads any schema: what it does not
-understand says nothing.
+Reads any schema of a function: what it does not understand says nothing.
 """
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
@@ -43,11 +42,9 @@ _IMPLIED = {
 }
 """Keywords that apply to one type only."""
 _BRANCHES = ("allOf", "anyOf", "oneOf")
-_MAX_DEPTH = 64
-"""Depth of schemas within schemas, and of references."""
+_MAX_DEPTH = 64  # depth of schemas and references that say of what type one value is
 
-_Types = frozenset[str] | None
-"""None stands for any type."""
+_Types = frozenset[str] | None  # None stands for any type
 
 
 class Function(Protocol):
@@ -60,11 +57,7 @@ class Function(Protocol):
 
 
 class ParameterTypes:
-    """The types of a function's parameters.
-
-    Args:
-        schema: of the function's arguments; None if it declares none. It must not change.
-    """
+    """The types of the parameters in a schema, which must not change; None declares none."""
 
     def __init__(self, schema: Mapping[str, Any] | None) -> None:
         self._root: Mapping[str, Any] = schema or {}
@@ -76,8 +69,8 @@ class ParameterTypes:
         if (found := self._of_name.get(name)) is None:
             declared: list[_Types] = []
             other: list[_Types] = []
-            for schema in self._about_arguments(self._root, set(), 0):
-                named = list(_named(schema, name))
+            for schema in self._about_arguments:
+                named = _named(schema, name)
                 declared += [self._types(part, 0) for part in named]
                 if not named:
                     rest = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
@@ -89,26 +82,24 @@ class ParameterTypes:
     @functools.cached_property
     def declared(self) -> frozenset[str]:
         """The names of the parameters that the schema declares."""
-        names: set[str] = set()
-        for schema in self._about_arguments(self._root, set(), 0):
-            if isinstance(properties := schema.get("properties"), Mapping):
-                names |= properties.keys()
-        return frozenset(names)
+        declared = [schema.get("properties") for schema in self._about_arguments]
+        return frozenset(name for names in declared if isinstance(names, Mapping) for name in names)
 
-    def _about_arguments(
-        self, schema: Any, seen: set[int], depth: int
-    ) -> Iterator[Mapping[str, Any]]:
-        """Yield the schemas that may say what properties a value of `schema` has; each once."""
-        if not isinstance(schema, Mapping) or id(schema) in seen or depth > _MAX_DEPTH:
-            return
-        seen.add(id(schema))
-        yield schema
-        parts = [part for key in _BRANCHES for part in _list(schema.get(key))]
-        parts += [self._referred(schema), schema.get("then"), schema.get("else")]
-        if isinstance(dependent := schema.get("dependentSchemas"), Mapping):
-            parts += dependent.values()
-        for part in parts:
-            yield from self._about_arguments(part, seen, depth + 1)
+    @functools.cached_property
+    def _about_arguments(self) -> list[Mapping[str, Any]]:
+        """The schemas that may say what properties the arguments have; each once."""
+        found: dict[int, Mapping[str, Any]] = {}  # by id
+        unread: list[Any] = [self._root]
+        while unread:
+            schema = unread.pop()
+            if not isinstance(schema, Mapping) or id(schema) in found:
+                continue
+            found[id(schema)] = schema
+            unread += [part for key in _BRANCHES for part in _list(schema.get(key))]
+            unread += [self._referred(schema), schema.get("then"), schema.get("else")]
+            if isinstance(dependent := schema.get("dependentSchemas"), Mapping):
+                unread += dependent.values()
+        return list(found.values())
 
     def _types(self, schema: Any, depth: int) -> _Types:
         """Return the types of a value that fits a schema."""
@@ -158,39 +149,33 @@ class TypedFunction(NamedTuple):
 
 
 def typed(functions: Iterable[Function]) -> list[TypedFunction]:
-    """Return functions with the types of their parameters; those that have them stay as they are.
-
-    Sharing the result between answers saves time.
-    """
-    return [
-        each
-        if isinstance(each, TypedFunction)
-        else TypedFunction(each.name, each.parameters, ParameterTypes(each.parameters))
-        for each in functions
-    ]
+    """Return functions with the types of their parameters, to be shared between answers."""
+    found = []
+    for each in functions:
+        if not isinstance(each, TypedFunction):
+            each = TypedFunction(each.name, each.parameters, ParameterTypes(each.parameters))
+        found.append(each)
+    return found
 
 
-def _named(schema: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Yield the schemas that a schema of an object may have for the property `name`."""
+def _named(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the schemas that a schema of an object may have for the property `name`."""
     properties = schema.get("properties")
     patterns = schema.get("patternProperties")
     if isinstance(properties, Mapping) and name in properties:
-        yield properties[name]
-    elif isinstance(patterns, Mapping):  # which of them match is not looked at
-        yield from patterns.values()
+        return [properties[name]]
+    # Which of the patterns match is not looked at.
+    return list(patterns.values()) if isinstance(patterns, Mapping) else []
 
 
 def _named_types(names: Any) -> _Types:
     """Return the types that the value of the keyword "type" names."""
-    found = set()
-    for name in [names] if isinstance(names, str) else _list(names):
-        word = _NAME.match(name.lower()) if isinstance(name, str) else None
-        if word is not None and word[0] in _BY_NAME:
-            found.add(_BY_NAME[word[0]])
-    return frozenset(found) or None
+    given = [names] if isinstance(names, str) else _list(names)
+    words = [_NAME.match(name.lower()) for name in given if isinstance(name, str)]
+    return _either(_BY_NAME.get(word[0]) for word in words if word is not None)
 
 
-def _either(kinds: Any) -> _Types:
+def _either(kinds: Iterable[str | _Types]) -> _Types:
     """Return the types of alternatives: sets of types, or types. None says nothing."""
     found: set[str] = set()
     for kind in kinds:

@@ -1,10 +1,17 @@
 """Splits a model's reasoning from its answer, while the text arrives."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
-from nanovllm.apps.server.output_parsers.parts import PartsReader, ReasoningDelta, TextDelta
-from nanovllm.apps.server.output_parsers.text_reader import marked_tag, prefix_at_end
+from nanovllm.apps.server.output_parsers.parts import (
+    PartsReader,
+    ReasoningDelta,
+    Steps,
+    TextDelta,
+    marked_tag,
+    prefix_at_end,
+)
+from nanovllm.chat.tool_messages import is_harmony
 
 
 class ReasoningFormat(NamedTuple):
@@ -12,12 +19,9 @@ class ReasoningFormat(NamedTuple):
 
     opening: str
     closing: str
-    label: str = ""
-    """A line that follows the opening tag, and is not reasoning; models forget it."""
-    anywhere: bool = False
-    """Whether reasoning may follow text, too. Then no tag is text."""
-    answer: tuple[str, str] = ("", "")
-    """Tags around the text after the reasoning, or without any."""
+    label: str = ""  # a line that follows the opening tag, and is not reasoning; models forget it
+    anywhere: bool = False  # whether reasoning may follow text, too. Then no tag is text.
+    answer: tuple[str, str] = ("", "")  # tags around the text after the reasoning, or without any
 
     @property
     def begin(self) -> str:
@@ -35,20 +39,15 @@ MINICPM3 = ReasoningFormat("<|thought_start|>", "<|thought_end|>")
 MISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
 SEED = ReasoningFormat("<seed:think>", "</seed:think>")
 GEMMA4 = ReasoningFormat("<|channel>", "<channel|>", "thought", anywhere=True)
+# `channels` has the parsers of these.
 HARMONY = ReasoningFormat("<|channel|>", "<|end|>", "analysis<|message|>")
-"""One of several channels: `harmony` has the parser."""
 MUSE = ReasoningFormat(" to=self<|message|>", "<|eom|>")
-"""One of several channels: `muse` has the parser."""
+_THINK_NAMES = (
+    *("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "ling3", "minimax_m2"),
+    *("nemotron_v3", "poolside_v1"),
+)
 REASONING_FORMATS = {
-    "qwen3": THINK,
-    "deepseek_r1": THINK,
-    "deepseek_v3": THINK,
-    "glm45": THINK,
-    "kimi_k2": THINK,
-    "ling3": THINK,
-    "minimax_m2": THINK,
-    "nemotron_v3": THINK,
-    "poolside_v1": THINK,
+    **dict.fromkeys(_THINK_NAMES, THINK),
     "ernie45": ERNIE,
     "hunyuan_a13b": HUNYUAN,
     "cohere_command3": COHERE,
@@ -88,23 +87,13 @@ class ReasoningParser(PartsReader):
         self._anywhere = tags.anywhere
         self._answer_tags = tags.answer
         self._answer_started = answer_started
-        self.is_open = started
-        """Whether what was read last is reasoning that is not closed."""
+        self.is_open = started  # whether what was read last is reasoning that is not closed
 
-    def _answer(self) -> Iterator[None]:
+    def _answer(self) -> Steps[None]:
         """Read the answer. Only what may belong to a tag is held back."""
-        label = f"{self._label}\n"  # models forget the tag before it
-        openings = (self._opening, label) if self._label else (self._opening,)
         if not self.is_open:
-            yield from self._skip_closings(*openings)
-        while not self._ended and any(o.startswith(self._text.lstrip()) for o in openings):
-            yield
-        text = self._text.lstrip()
-        if text.startswith(openings):
-            self.is_open = True
-            self._text = self._opening + text.removeprefix(self._opening)
-        elif self._cut and self._opening.startswith(text):
-            self._text = self._text.removesuffix(text)
+            yield from self._skip_closings()
+        yield from self._read_opening()
         if self.is_open:
             yield from self._reasoning()
         if self._answer_tags[0]:
@@ -120,7 +109,21 @@ class ReasoningParser(PartsReader):
             elif not tag:
                 yield
 
-    def _reasoning(self) -> Iterator[None]:
+    def _read_opening(self) -> Steps[None]:
+        """Note whether reasoning begins: with its tag, or its label, if models forget the tag."""
+        yield from self._skip_space()
+        begin = self._pos
+        has_tag = yield from self._is_next(self._opening)
+        has_label = self._label != "" and (yield from self._is_next(f"{self._label}\n"))
+        rest = self._text[begin:]
+        self._pos = 0
+        if has_tag or has_label:
+            self.is_open = True
+            self._text = rest if has_tag else self._opening + rest
+        elif self._cut and self._opening.startswith(rest):
+            self._text = self._text[:begin]
+
+    def _reasoning(self) -> Steps[None]:
         """Read reasoning from its opening tag on, its closing tag, and the line ends after it."""
         self.is_open = True
         yield from self._skip_openings()
@@ -142,35 +145,11 @@ class ReasoningParser(PartsReader):
         yield from self._skip_line_ends()
         yield from self._skip_closings()
 
-    def _skip_closings(self, *others: str) -> Iterator[None]:
-        """Skip closing tags that close nothing, at the beginning of the text, and the line ends
-        after them.
-
-        Args:
-            others: what else may come there.
-        """
-        tags = (self._closing, *others)
-        while True:
-            while not self._ended and any(tag.startswith(self._text.lstrip()) for tag in tags):
-                yield
-            text = self._text.lstrip()
-            if not text.startswith(self._closing):
-                break
-            self._text = text.removeprefix(self._closing)
-            yield from self._skip_line_ends()
-        if text and self._cut and self._closing.startswith(text):
-            self._text = ""
-
-    def _tagged_answer(self) -> Iterator[None]:
+    def _tagged_answer(self) -> Steps[None]:
         """Read text up to the tag after it, if it begins with the tag before it."""
         opening, closing = self._answer_tags
-        while not self._ended and opening.startswith(self._text.lstrip()):
-            yield
-        text = self._text.lstrip()
-        if text.startswith(opening):
-            self._text = text.removeprefix(opening)
-        elif not self._answer_started:
-            if self._cut and opening.startswith(text):
+        if not (yield from self._drop_tag(opening)) and not self._answer_started:
+            if self._cut and self._text.isspace():  # what it stands before was cut off
                 self._text = ""
             return
         yield from self._skip_line_ends()
@@ -189,7 +168,7 @@ class ReasoningParser(PartsReader):
     def _up_to(self, *tags: str) -> tuple[str, str]:
         """Read up to the next of these tags, and the tag; return the text before it, and the tag.
 
-        It is "" if none has come. Then the end of the text, with which one may begin, is not read.
+        It is "" if none has come: then an end of the text that may begin one is not read.
         """
         found = [(place, tag) for tag in tags if (place := self._text.find(tag)) >= 0]
         if found:
@@ -197,7 +176,7 @@ class ReasoningParser(PartsReader):
             text = self._text[:place]
             self._text = self._text[place + len(tag) :]
             return text, tag
-        held = max((prefix_at_end(self._text, tag) for tag in tags), key=len, default="")
+        held = prefix_at_end(self._text, tags)
         text = self._text.removesuffix(held)
         self._text = held
         if self._ended:
@@ -205,24 +184,49 @@ class ReasoningParser(PartsReader):
             text += "" if self._cut else held
         return text, ""
 
-    def _skip_openings(self) -> Iterator[None]:
+    def _skip_openings(self) -> Steps[None]:
         """Skip opening tags with their labels, and the line ends after them."""
-        while True:
-            while not self._ended and self._opening.startswith(self._text.lstrip()):
-                yield
-            if not self._text.lstrip().startswith(self._opening):
-                break
-            self._text = self._text.lstrip().removeprefix(self._opening)
-            while not self._ended and self._label.startswith(self._text):
-                yield
-            rest = self._text.removeprefix(self._label)
-            if rest[:1] in ("", "\n", self._closing[0]):
-                self._text = rest
-            elif self._cut and self._label.startswith(self._text):
-                self._text = ""
+        while (yield from self._drop_tag(self._opening)):
+            if (yield from self._accept(self._label)):
+                following = yield from self._peek()
+                if following not in ("", "\n", self._closing[0]):
+                    self._pos = 0
+            self._drop_read()
         yield from self._skip_line_ends()
 
-    def _skip_line_ends(self) -> Iterator[None]:
-        while not (text := self._text.lstrip("\n")) and not self._ended:
-            yield
-        self._text = text
+    def _skip_closings(self) -> Steps[None]:
+        """Skip closing tags that close nothing, and the line ends after them."""
+        while (yield from self._drop_tag(self._closing)):
+            yield from self._skip_line_ends()
+
+    def _drop_tag(self, tag: str) -> Steps[bool]:
+        """Drop white space and a tag, or what there is of it; return whether the tag came next."""
+        yield from self._skip_space()
+        start = self._pos
+        found = yield from self._accept(tag)
+        if self._pos == start:
+            self._pos = 0
+        self._drop_read()
+        return found
+
+    def _skip_line_ends(self) -> Steps[None]:
+        while (yield from self._peek()) == "\n":
+            self._pos += 1
+        self._drop_read()
+
+
+def find_reasoning_format(chat_template: str | None) -> ReasoningFormat | None:
+    """Return the tags that a chat template has."""
+    template = chat_template or ""
+    if is_harmony(template):
+        return HARMONY
+    if "to=self<|message|>" in template:
+        return MUSE
+    if COHERE.answer[0] in template:
+        return COHERE
+    for tags in (HUNYUAN, ERNIE):
+        has_results = "<response>" in tags.answer and "<minimax:" in template
+        if all(tag in template for tag in (tags.closing, *tags.answer)) and not has_results:
+            return tags
+    known = (THINK, MISTRAL, SEED, GEMMA4, COHERE, MINICPM3)
+    return next((tags for tags in known if tags.closing in template), None)

@@ -14,12 +14,13 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import ClassVar
 
 from nanovllm.apps.server.output_parsers.json_calls import HermesParser
 from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
-from nanovllm.apps.server.output_parsers.text_reader import NotACall, Steps, decoded, escaped
+from nanovllm.apps.server.output_parsers.parts import NotACall, Steps
+from nanovllm.apps.server.output_parsers.tool_calls import decoded, escaped, quoted
 from nanovllm.options.sampling_params import TOKEN_MARK
 
 _HELD = re.compile(rf"\n?{TOKEN_MARK}?(?:<[/a-z:_=\" ]{{0,24}})?\Z")
@@ -45,13 +46,12 @@ class TaggedParser(HermesParser):
     """The tags around a call; the first ends before the name."""
     parameter: ClassVar[tuple[str, str]] = ("<parameter=", "</parameter>")
     """The tags around a value, likewise."""
-    name_end: ClassVar[str] = ">"
-    """What follows a name; no name contains it."""
+    name_end: ClassVar[str] = ">"  # what follows a name; no name contains it
     trims_values: ClassVar[bool] = True
     """Whether a line end on each side of a value belongs to the tags."""
 
-    def __init__(self, marked: Collection[str] = (), functions: Sequence[Function] = ()) -> None:
-        super().__init__(marked, functions)
+    def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
+        super().__init__(tags, functions)
         self._begin, self._finish = map(self._tag, self.function)
         self._key_begin, self._value_finish = map(self._tag, self.parameter)
         self._openings = (self._opening, self._begin)
@@ -63,24 +63,20 @@ class TaggedParser(HermesParser):
 
     def _calls(self) -> Steps[None]:
         if not self._text[: self._pos].endswith(self._begin):
-            yield from self._skip_space()
-            if (yield from self._peek()) in ("{", "["):
+            if (yield from self._next()) in ("{", "["):
                 yield from super()._calls()
                 return
             if not (yield from self._accept(self._begin)):
                 raise NotACall
         yield from self._function()
-        yield from self._skip_space()
-        while (yield from self._accept(self._begin)):
+        while (yield from self._accept_next(self._begin)):
             yield from self._function()
-            yield from self._skip_space()
-        yield from self._accept(self._end)
+        yield from self._accept_next(self._end)
 
     def _function(self) -> Steps[None]:
         """Read a call from its name on."""
         name = yield from self._function_name()
-        yield from self._skip_space()
-        if (yield from self._peek()) == "{":
+        if (yield from self._next()) == "{":
             yield from self._named_call(name)
             yield from self._skip_tags(self._finish)
             return
@@ -95,37 +91,30 @@ class TaggedParser(HermesParser):
                     key = yield from self._key_of_value()
                 except NotACall:
                     continue
-                self._send_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+                self._send_arguments(f"{separator}{quoted(key)}: ")
                 separator = ", "
                 yield from self._parameter(types.of(key))
             self._send_arguments("}")
         self._drop_read()
 
     def _function_name(self) -> Steps[str]:
-        return (yield from self._name())
-
-    def _key_of_value(self) -> Steps[str]:
-        """Read a parameter's name up to its value."""
-        return (yield from self._name())
-
-    def _name(self) -> Steps[str]:
         """Read a name and what stands after it."""
         name = (yield from self._word(self._name_character)).strip(" \t\"'")
         if not name or not (yield from self._accept(self.name_end)):
             raise NotACall
         return name
 
+    def _key_of_value(self) -> Steps[str]:
+        """Read a parameter's name up to its value."""
+        return (yield from self._function_name())
+
     def _has_parameter(self) -> Steps[bool]:
         """Read up to the next parameter or the end of the call; return whether there is one.
 
-        Anything else there is ignored.
-
-        Raises:
-            NotACall: the answer was cut off.
+        Anything else is ignored. Like `_parameter`, raises NotACall if the answer was cut off.
         """
         while True:
-            yield from self._skip_space()
-            if (yield from self._accept(self._key_begin)):
+            if (yield from self._accept_next(self._key_begin)):
                 return True
             if (yield from self._accept(self._finish)):
                 return False
@@ -139,16 +128,11 @@ class TaggedParser(HermesParser):
             self._pos += 1
 
     def _parameter(self, types: Set[str]) -> Steps[None]:
-        """Read a value and the tag after it, and pass it on.
-
-        Raises:
-            NotACall: the answer was cut off.
-        """
+        """Read a value and the tag after it, and pass it on."""
         if self.trims_values:
             yield from self._accept("\n")
-        pieces: list[str] = []  # of a value that is not a plain string
-        is_string = types == {"string"}
-        self._send_arguments('"' if is_string else "")
+        pieces: list[str] | None = None if types == {"string"} else []  # a string is passed on
+        self._send_arguments('"' if pieces is None else "")
         while True:
             found = self._value_end.search(self._text, self._pos)
             if found is None:
@@ -156,25 +140,22 @@ class TaggedParser(HermesParser):
                 assert held is not None
                 is_whole = self._ended and not self._cut
                 end = len(self._text.removesuffix("\n")) if is_whole else held.start()
-                self._take_value(end, None if is_string else pieces)
+                self._take_value(end, pieces)
                 if self._ended:
                     self._pos = len(self._text)
                 if is_whole:
                     break
                 yield from self._more()
                 continue
-            self._take_value(found.start(), None if is_string else pieces)
+            self._take_value(found.start(), pieces)
             start = self._pos
             self._pos += len(found[0])
             if (yield from self._is_end_of_value()):
                 break
             end = self._pos
             self._pos = start
-            self._take_value(end, None if is_string else pieces)
-        if is_string:
-            self._send_arguments('"')
-        else:
-            self._send_arguments(as_json("".join(pieces), types))
+            self._take_value(end, pieces)
+        self._send_arguments('"' if pieces is None else as_json("".join(pieces), types))
 
     def _take_value(self, end: int, pieces: list[str] | None) -> None:
         """Read the text up to `end`: pass it on as a part of a string, or add it to `pieces`."""
@@ -200,21 +181,9 @@ class TaggedParser(HermesParser):
         return True
 
 
-class SeedParser(TaggedParser):
-    """Qwen 3 Coder's format between other tags; Seed-OSS."""
-
-    tag = "<seed:tool_call>"
-    closing = "</seed:tool_call>"
-
-
 class InvokeParser(TaggedParser):
-    """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2.
+    """<invoke name="f"><parameter name="key">value</parameter></invoke> in a tag; MiniMax M2."""
 
-    All of a value belongs to it.
-    """
-
-    tag = "<minimax:tool_call>"
-    closing = "</minimax:tool_call>"
     function = ('<invoke name="', "</invoke>")
     parameter = ('<parameter name="', "</parameter>")
     name_end = '">'
@@ -232,8 +201,7 @@ class GlmParser(TaggedParser):
     trims_values = False
 
     def _calls(self) -> Steps[None]:
-        yield from self._skip_space()
-        if (yield from self._peek()) in ("{", "["):
+        if (yield from self._next()) in ("{", "["):
             yield from self._json_calls()
         else:
             yield from self._function()
@@ -248,9 +216,8 @@ class GlmParser(TaggedParser):
 
     def _key_of_value(self) -> Steps[str]:
         key = (yield from self._word(self._name_character)).strip()
-        for tag in map(self._tag, ("</arg_key>", "<arg_value>")):
-            yield from self._skip_space()
-            if not key or not (yield from self._accept(tag)):
+        for tag in self._tags[3:5]:
+            if not key or not (yield from self._accept_next(tag)):
                 raise NotACall
         return key
 
@@ -258,8 +225,7 @@ class GlmParser(TaggedParser):
 def as_json(text: str, types: Set[str]) -> str:
     """Return a value as JSON of one of these types, or else as a string.
 
-    It may be Python's, as chat templates write values: True, ['a', None]. A whole number may have
-    zeros after its point.
+    It may be Python's, as chat templates write values: True, ['a', None], and 7.0 an integer.
     """
     value = text.strip()
     if _WORDS.get(value.lower()) in types:
@@ -273,7 +239,7 @@ def as_json(text: str, types: Set[str]) -> str:
     if kind in types and (found := _object_or_list(value)) is not None:
         return found
     inner = decoded(value) if value.startswith('"') and "string" not in types else None
-    return json.dumps(text, ensure_ascii=False) if inner is None else as_json(inner, types)
+    return quoted(text) if inner is None else as_json(inner, types)
 
 
 def _object_or_list(text: str) -> str | None:
