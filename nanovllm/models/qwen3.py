@@ -2,7 +2,6 @@
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.parts import OTHER_MODALITIES
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
@@ -13,10 +12,3 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
         bias = config.flag("attention_bias")
         attention = SelfAttention(config, rotary_emb, bias=bias, output_bias=bias, qk_norm=True)
         return DecoderLayer(config, attention, GatedMLP(config))
-
-
-class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3-VL, without images: Qwen3, whose three position numbers are equal for text."""
-
-    reads = frozenset({"mrope_section", "mrope_interleaved"})
-    left_out = OTHER_MODALITIES
