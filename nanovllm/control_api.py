@@ -93,9 +93,9 @@ class ModelMethods:
 
     @property
     def _profile(self) -> "Profile":
-        from nanovllm.features.observe.profile import profile_of
+        from nanovllm.features.observe.profile import Profile
 
-        return profile_of(self.engine)
+        return Profile(self.engine)
 
 
 class WeightMethods(ModelMethods):
@@ -219,7 +219,7 @@ class WeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: no update has begun, or a part of a rounded layer is missing.
         """
-        self._call(lambda: self._control.end(weight_version))
+        self._call(lambda: self._control.finish(weight_version))
 
     def _run(self, call: Commands) -> None:
         try:
@@ -325,7 +325,7 @@ class AsyncWeightMethods(ModelMethods):
 
     async def finish_weight_update(self, weight_version: int | str | None = None) -> None:
         """See `WeightMethods.finish_weight_update`."""
-        await self._between_steps(lambda: self._control.end(weight_version))
+        await self._between_steps(lambda: self._control.finish(weight_version))
 
     async def check_weights(self, infos: "Seq[NewTensor]") -> None:
         """Check names, shapes and dtypes of tensors that `update_weights` will get.
@@ -333,7 +333,7 @@ class AsyncWeightMethods(ModelMethods):
         Raises:
             InvalidRequestError: one is wrong, or no update has begun.
         """
-        await self._between_steps(lambda: self._control.check_part(infos))
+        await self._between_steps(lambda: self._control.check(infos, False, False))
 
     async def cancel_weight_update(self) -> bool:
         """Give up the update that `start_weight_update` began, if it runs.

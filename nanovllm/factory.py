@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, Observer
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
-from nanovllm.kv.groups.group import KVCacheGroup
+from nanovllm.kv.groups.group import BidirectionalGroup, KVCacheGroup
 from nanovllm.loading.hub import (
     Checkpoint,
     configured_checkpoint,
@@ -25,20 +25,18 @@ from nanovllm.loading.hub import (
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.loading.tokenizer import check_same_vocabulary, load_tokenizer, serving_tokenizer
 from nanovllm.options.config import EVICTION_POLICIES, SCHEDULING_POLICIES, Config
-from nanovllm.options.plugins import load_class
+from nanovllm.options.plugins import load_class, make_guarded
 from nanovllm.parallel.executor import Executor, make_executor
-from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
-from nanovllm.scheduler.plugins import user_order, user_policy
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_checks import PromptLimit
-    from nanovllm.engine.observer import Observer
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
 def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
@@ -102,7 +100,7 @@ def _generation_config(config: Config, checkpoint: "Checkpoint") -> dict[str, An
     return {**found, **own}
 
 
-def _observers(config: Config) -> "list[Observer]":
+def _observers(config: Config) -> list[Observer]:
     """Return the observers that the options ask for."""
     if config.trace_file is None:
         return []
@@ -115,21 +113,21 @@ def _policy(config: Config) -> Policy:
     """Return the policy that the options ask for."""
     if config.scheduling_policy in SCHEDULING_POLICIES:
         return FairPolicy()
-    value = config.scheduling_policy
-    name = f'scheduling_policy="{value}"'
-    found = load_class("scheduling_policy", value, Policy)  # type: ignore[type-abstract]
-    return user_policy(name, found)
+    made: Policy = _users("scheduling_policy", config.scheduling_policy, Policy)()
+    return made
 
 
 def _eviction_order(config: Config) -> Callable[[int], EvictionOrder]:
     """Return what makes the order of eviction that the options ask for, for a number of pages."""
     if config.eviction_policy in EVICTION_POLICIES:
         return LeastRecentlyUsed
-    value = config.eviction_policy
-    name = f'eviction_policy="{value}"'
-    base = EvictionOrder
-    found = load_class("eviction_policy", value, base, ("num_pages",))  # type: ignore[type-abstract]
-    return partial(user_order, name, found)
+    return _users("eviction_policy", config.eviction_policy, EvictionOrder, "num_pages")
+
+
+def _users(name: str, value: str, base: type, *arguments: str) -> Callable[..., Any]:
+    """Return what makes an object of the user's class that an option names."""
+    found: type = load_class(name, value, base, arguments)
+    return partial(make_guarded, f'{name}="{value}"', base, found)
 
 
 def _scheduler(
@@ -180,17 +178,15 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
 
         groups.append(StateGroup(info.kv.state_pages))
     if not info.kv.causal:
-        from nanovllm.kv.groups.bidirectional import BidirectionalGroup
-
         groups.append(BidirectionalGroup(info.max_model_len))
     return groups
 
 
-def _load_hook(config: Config, info: TierInfo) -> AdmissionHook:
+def _load_hook(config: Config, info: TierInfo) -> "AdmissionHook":
     """Return what keeps KV below the pool, and brings it back."""
     from nanovllm.features.tiers.cache import TierCache
+    from nanovllm.features.tiers.directory import make_store
     from nanovllm.features.tiers.loads import LoadHook
-    from nanovllm.features.tiers.store import make_store
     from nanovllm.features.tiers.tier import HostSlots, StoreTier
     from nanovllm.features.tiers.traffic import TierTraffic
 

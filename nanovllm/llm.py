@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.control_api import WeightMethods
-from nanovllm.engine.commands import Result, run_logged
-from nanovllm.engine.engine_thread import EngineThread
+from nanovllm.engine.engine_thread import EngineThread, Result
+from nanovllm.engine.llm_engine import run_logged
 from nanovllm.engine.prompt import Prompt, PromptInput
 from nanovllm.engine.reader import Item, Mailbox
 from nanovllm.engine.request import Request
@@ -36,7 +36,7 @@ from nanovllm.outputs import (
 
 if TYPE_CHECKING:
     from nanovllm.chat.templates import Message
-    from nanovllm.scheduler.stats import SchedulerStats
+    from nanovllm.scheduler.scheduler import SchedulerStats
 
 
 class LLM(WeightMethods):

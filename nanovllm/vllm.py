@@ -7,6 +7,7 @@ nanovllm's with the further keywords and methods of vLLM's.
 import argparse
 import dataclasses
 import gc
+import inspect
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, NotRequired, Self, TypedDict, TypeVar
 
@@ -69,6 +70,17 @@ __all__ = [
 ]
 
 Parser = TypeVar("Parser", bound="argparse._ActionsContainer")
+Class = TypeVar("Class", bound=type)
+
+
+def _as_vllm(cls: Class) -> Class:
+    """Give a class `VllmX`, and its methods, the name X in errors: scripts know no other."""
+    cls.__name__ = cls.__name__.removeprefix("Vllm")
+    cls.__qualname__ = cls.__name__
+    for method in vars(cls).values():
+        if inspect.isfunction(method):
+            inspect.unwrap(method).__qualname__ = f"{cls.__name__}.{method.__name__}"
+    return cls
 
 
 class EngineArgs(Config):
@@ -85,7 +97,7 @@ class EngineArgs(Config):
     def add_cli_args(parser: Parser, **_: Any) -> Parser:
         """Add a flag for each option to a parser, or to a group of its arguments."""
         parser.add_argument("--model", default=demo_model.default_model(), help="The model.")
-        add_flags(parser, Config, but={"model"}, defaults={})
+        add_flags(parser, Config, but={"model"})
         parser.set_defaults(
             **{name: field.default for name, field in fields_of(Config).items() if name != "model"}
         )
@@ -103,6 +115,7 @@ class AsyncEngineArgs(EngineArgs):
     """The same for `AsyncLLM.from_engine_args`."""
 
 
+@_as_vllm
 class VllmLLM(llm.LLM):
     """`nanovllm.LLM` with the keywords and methods that only vLLM has.
 
@@ -142,6 +155,7 @@ class VllmLLM(llm.LLM):
         return VllmLLMEngine(self.engine)
 
 
+@_as_vllm
 class VllmAsyncLLM(async_llm.AsyncLLM):
     """`nanovllm.AsyncLLM` as vLLM's scripts use it: `generate` is iterated.
 
@@ -185,6 +199,7 @@ class VllmAsyncLLM(async_llm.AsyncLLM):
         )
 
 
+@_as_vllm
 class VllmLLMEngine:
     """vLLM's view of an engine: the caller names requests, and `step` returns their outputs.
 

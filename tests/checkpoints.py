@@ -136,6 +136,7 @@ def to_fp8(
     weight: torch.Tensor, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the weight in FP8, the scale of each block, and their product in float64."""
+    rows, columns = min(rows, weight.shape[0]), min(columns, weight.shape[1])
     scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):

@@ -50,8 +50,6 @@ def convert(
         extra: tensors to add, by their names in the file.
     """
     config = plain(model.config)
-    if architecture == "gpt2":
-        config = gpt2_names(config)
     if architecture in NEMOTRON:
         config.num_hidden_layers = len(config.layers_block_type)
     writer = gguf.GGUFWriter(file, architecture)
@@ -170,11 +168,6 @@ def own_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dict[s
     if architecture in ("command-r", "cohere2"):
         scale = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
         return scale | (window if architecture == "cohere2" else {})
-    if architecture == "gptneox":
-        return {
-            "use_parallel_residual": config.use_parallel_residual,
-            "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
-        }
     if architecture == "qwen3moe":
         return expert_settings(config, config.num_local_experts)
     if architecture.startswith("qwen35"):
@@ -288,16 +281,6 @@ def latent_settings(config: Any, architecture: str, rope: dict[str, Any]) -> dic
         found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if config.model_type == "deepseek_v2":
         found |= {"expert_gating_func": 1, "expert_weights_norm": None}
-    return found
-
-
-def gpt2_names(config: Any) -> Any:
-    """Return the fields of GPT-2 under the names that other models have."""
-    found = SimpleNamespace(**vars(config))
-    found.max_position_embeddings, found.hidden_size = config.n_positions, config.n_embd
-    found.num_hidden_layers, found.num_attention_heads = config.n_layer, config.n_head
-    found.intermediate_size, found.num_key_value_heads = 4 * config.n_embd, None
-    found.head_dim = 0
     return found
 
 
@@ -469,11 +452,6 @@ def parts(
     if name.endswith("e_score_correction_bias"):
         name, tensor = name.replace("_bias", ".bias"), tensor.flatten()
         name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
-    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-        tensor = tensor.T
-    if ".query_key_value." in name:  # query, key and value of a head, then those of the next
-        by_head = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
-        tensor = by_head.transpose(0, 1).reshape(tensor.shape)
     if architecture == "minimax-m2":
         name = name.replace(".mlp.e_score", ".block_sparse_moe.e_score")
     if ".conv.conv." in name:

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import LLMEngine, Observer
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY
 
@@ -42,14 +41,6 @@ PERSON: dict[str, Any] = {
 COMPACT = {"json": PERSON, "disable_any_whitespace": True}
 HAS_GRAMMARS = all(map(importlib.util.find_spec, ("llguidance", "nanovllm.features.structured")))
 """Without both, workloads leave out their structured outputs."""
-
-
-def each_option(options: Mapping[str, Any], long: Iterable[str]) -> list[Any]:
-    """Return the values of `options` as a test's cases, with their names; mark those of `long`."""
-    marks: dict[str, Any] = dict.fromkeys(long, pytest.mark.long)
-    return [
-        pytest.param(value, id=name, marks=marks.get(name, ())) for name, value in options.items()
-    ]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

@@ -28,12 +28,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.repositories = repositories
         self.fetched: list[tuple[str, str]] = []
         """Commit and file of each GET."""
-        self.ranges: list[str] = []
-        """The headers Range."""
         self.gated: set[str] = set()
         """Repositories whose terms the client has not accepted."""
-        self.cut: dict[str, list[int]] = {}
-        """By file: after how many bytes each of the next answers breaks off."""
         self.damaged: set[str] = set()
         """Files whose first byte is wrong each time."""
         self.flipped: dict[str, list[int]] = {}
@@ -121,15 +117,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
             wrong = bytearray(body)
             wrong[places.pop(0)] ^= 1
             body = bytes(wrong)
-        status = 200
-        if wanted := self.headers.get("Range"):
-            self.server.ranges.append(wanted)
-            start = int(wanted.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-            body = body[start:]
-            status = 206
-        cuts = self.server.cut.get(name)
-        return self.reply(status, body, headers, most=cuts.pop(0) if cuts else None)
+        return self.reply(200, body, headers)
 
     def listing(self, name: str, what: str, commit: str, files: dict[str, str | bytes]) -> Any:
         if what != "tree":
@@ -150,7 +138,6 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         body: bytes,
         headers: dict[str, str] | None = None,
         with_body: bool = True,
-        most: int | None = None,
     ) -> None:
         self.send_response(status)
         for key, value in {**self.server.headers, **(headers or {})}.items():
@@ -158,6 +145,4 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
-            self.wfile.write(body[:most])
-        if most is not None:
-            self.close_connection = True
+            self.wfile.write(body)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.layers.short_conv import ShortConv
+from nanovllm.layers.state_layer import ShortConv
 from nanovllm.models import registry
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.hybrid_parts import delta_net

@@ -14,7 +14,6 @@ from nanovllm.errors import (
     CheckpointError,
     ConfigError,
     InvalidRequestError,
-    NanoVLLMError,
     OutOfMemoryError,
 )
 from nanovllm.parallel.in_process import InProcessExecutor
@@ -45,38 +44,30 @@ def works_after(llm: LLM) -> Any:
         ([[]], r"prompt 0: the prompt is empty"),
         ([[1], []], r"prompt 1: the prompt is empty"),
         ([[1] * 64], r"64 tokens; max_model_len 64 allows 63 prompt tokens"),
-        ([[1] * 5000], r"5000 tokens"),
         ([[1, 1003]], r"prompt token 1 must be an integer from 0 to 1002, got 1003"),
         ([[-1]], r"from 0 to 1002, got -1"),
         ([[1.5]], r"prompt token 0 must be an integer .* got 1.5 \(float\)"),
         ([["a", "b"]], r"got 'a' \(str\)"),
-        ([[True]], r"got True \(bool\)"),
         ([[None]], r"got None"),
         ([None], r"must be a string or a list of token ids, got NoneType"),
         ([b"text"], r"got bytes"),
         (None, r"prompts must be a string, token ids, or a list"),
-        (7, r"got int"),
         ("text", r"has no tokenizer"),
         (numpy.str_("text"), r"has no tokenizer"),
         ([{"text": "x"}], r"""has the key "prompt" \(text\) or "prompt_token_ids", got 'text';"""),
         ({"prompt_token_ids": [1], "multi_modal_data": {}}, r"got 'multi_modal_data'; the model"),
         ({}, r'"prompt_token_ids", got neither'),
-        ({"prompt": None}, r"got neither"),
         ({"prompt": [1]}, r'the "prompt" of a prompt dictionary must be a string, got \[1\]'),
         ({"prompt_token_ids": "text"}, r"prompt_token_ids must be a list of token ids, got 'text'"),
         ({"prompt": "x", "cache_salt": 5}, r"cache_salt must be a string of 1 to 128 .*, got int"),
-        ({"prompt": "x", "cache_salt": ""}, r"cache_salt must be a string of 1 to 128 .*, got 0"),
         ({"prompt": "x", "cache_salt": "s" * 129}, r"1 to 128 characters, got 129"),
-        ({"cache_salt": "s"}, r'"prompt_token_ids", got neither'),
         ({"prompt_token_ids": 5}, r"must be a string or a list of token ids, got int 5"),
         (b"x" * 10**7, r"got bytes b'x+\.\.\.x+'$"),
         ([[1], {1}], r"prompt 1: a prompt must be a string or a list of token ids, got set"),
         (numpy.array([0.5]), r"token ids must be integers, got an array of float64"),
         (torch.tensor([1.0]), r"got an array of torch.float32"),
-        (torch.tensor([True]), r"got an array of torch.bool"),
         ([numpy.array(["1"])], r"got an array of <U1"),
         (numpy.array(5), r"got int"),
-        (numpy.array([[[1]]]), r"prompt token 0 must be .* got \[1\] \(list\)"),
         (numpy.array([1, 1003]), r"prompt token 1 must be .* got 1003"),
         (numpy.zeros((2, 0), dtype=int), r"prompt 0: the prompt is empty"),
     ],
@@ -104,15 +95,8 @@ def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: Any) ->
     ("options", "error", "message"),
     [
         ({"block_size": 4}, ConfigError, r"block_size=4 .*: use kvcache_block_size"),
-        ({"dtype": "int3"}, ConfigError, r"dtype must be one of .* got 'int3'"),
-        ({"device": "tpu"}, ConfigError, r"device must be .* got 'tpu'"),
         ({"device": "cuda:99"}, ConfigError, r"CUDA|GPUs"),
-        ({"gpu_memory_utilization": 1.5}, ConfigError, r"from 0.01 to 1, got 1.5"),
-        (
-            {"num_kvcache_blocks": 3},
-            OutOfMemoryError,
-            r"3 blocks of 16 .* max_model_len 256 needs 16",
-        ),
+        ({"num_kvcache_blocks": 3}, OutOfMemoryError, r"3 blocks .* max_model_len 256 needs 16"),
         ({"kv_cache_memory_bytes": 10}, OutOfMemoryError, r"holds 0 blocks"),
         (
             {"num_kvcache_blocks": 2**31 - 1, "kvcache_block_size": 2**31 - 1},
@@ -120,8 +104,6 @@ def test_sampling_params_of_the_wrong_type_are_refused(llm: LLM, params: Any) ->
             r"refuses the memory .*num_kvcache_blocks 2147483647",
         ),
         ({"tensor_parallel_size": 1000}, ConfigError, r"does not divide .*num_attention_heads"),
-        ({"tensor_parallel_size": 0}, ConfigError, r"tensor_parallel_size must be"),
-        ({"tensor_parallel_size": 2.0}, ConfigError, r"got 2.0 \(float\)"),
     ],
 )
 def test_bad_engine_options_are_refused(
@@ -129,11 +111,6 @@ def test_bad_engine_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(random_model, **options)
-
-
-def test_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no config.json"):
-        LLM(str(tmp_path))
 
 
 def test_broken_tokenizer_is_refused_before_weights_load(
@@ -147,22 +124,14 @@ def test_broken_tokenizer_is_refused_before_weights_load(
         LLM(str(path))
 
 
-def test_all_errors_share_one_base_class() -> None:
-    for error in (CheckpointError, ConfigError, InvalidRequestError, OutOfMemoryError):
-        assert issubclass(error, NanoVLLMError)
-
-
 @pytest.mark.usefixtures("works_after")
 @pytest.mark.parametrize(
     "prompts",
     [
         [numpy.int64(1), numpy.int64(2), numpy.int64(3)],
         numpy.arange(1, 4, dtype="uint8"),
-        numpy.array([[1, 2, 3]]),
-        [numpy.arange(1, 4, dtype="int32")],
         torch.arange(1, 4),
         torch.tensor([[1, 2, 3]], dtype=torch.int32),
-        [torch.arange(1, 4)],
         list(torch.arange(1, 4)),
         {"prompt_token_ids": numpy.arange(1, 4)},
         {"prompt_token_ids": [1, 2, 3], "prompt": None},
@@ -245,9 +214,7 @@ def test_half_a_surrogate_pair_in_a_stop_string_is_refused(demo_llm: LLM) -> Non
     [
         lambda llm: llm.generate([["x" * 10**6]]),
         lambda llm: llm.generate([[1]], {"stop": ["x"] * 10**5}),
-        lambda llm: llm.generate([10**4000, [1]]),
         lambda llm: llm.generate({"x" * 10**6: 1}),
-        lambda llm: llm.chat("x" * 10**6),
         lambda llm: llm.chat([[5] * 10**5]),
     ],
 )

@@ -88,6 +88,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("queue_depth", [0, 1])
 @pytest.mark.parametrize("options", CPU_KINDS)
 def test_nan_ends_its_request_only(poisoned: str, options: Any, queue_depth: int) -> None:
@@ -214,6 +215,7 @@ def test_rules_of_broken_logits_do_not_hide_them(poisoned_llm: LLM) -> None:
             assert output.num_cached_tokens == 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("options", CPU_KINDS)
 def test_a_block_carries_nothing_over_to_its_next_owner(

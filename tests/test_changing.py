@@ -1,5 +1,5 @@
-"""docs/changing.md: its changes are applied to a copy of the tree, then its tests run, and
-mypy with EVERY_CASE=1.
+"""docs/changing.md: its changes are applied to a copy of the tree; with EVERY_CASE=1 its tests and
+mypy run there.
 
 A ```diff block after `<!-- applies -->` has a line ` # PATH` before the hunks of each file, and a
 line ` ...` between hunks. The lines of a hunk that are not new must be in the file exactly once. A
@@ -83,10 +83,13 @@ def run(tree: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_every_change_is_applied() -> None:
+def test_every_change_is_applied(changed_tree: Path) -> None:
     assert len(DIFFS) == PAGE.count("```diff")
     assert len(NEW_FILES) >= 2
     assert TESTS
+    for path in [*(path for path, _ in NEW_FILES), *(p for diff in DIFFS for p, _ in hunks(diff))]:
+        if path.endswith(".py"):
+            compile((changed_tree / path).read_text(), path, "exec")
 
 
 @pytest.mark.long
@@ -97,6 +100,7 @@ def test_the_types_are_right(changed_tree: Path) -> None:
     run(changed_tree, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "changed"), *sources)
 
 
+@pytest.mark.long
 def test_the_tests_that_the_page_names_pass(changed_tree: Path) -> None:
     """One after another in one process, whose start takes longer than they do."""
     run(changed_tree, "-c", RUN_EACH, *TESTS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from nanovllm import SamplingParams, demo_model
 from tools.demo_model.draft import drafted
@@ -34,11 +34,6 @@ def target() -> Qwen3ForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(demo_model.MODEL)
-
-
-@pytest.fixture(scope="module")
 def head() -> Eagle3Head:
     return read_eagle3(EAGLE3)
 
@@ -53,12 +48,6 @@ def test_both_ship_within_1_mb() -> None:
     assert {f.resolve() for f in files} <= {f.resolve() for f in shipped}
 
 
-@pytest.mark.parametrize("directory", [DRAFT, EAGLE3])
-def test_weights_are_finite(directory: Path) -> None:
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        assert tensor.isfinite().all(), name
-
-
 def test_draft_model_has_the_vocabulary_of_the_model() -> None:
     model, draft = config(demo_model.MODEL), config(DRAFT)
     for name in ("vocab_size", "eos_token_id", "max_position_embeddings", "model_type"):
@@ -70,54 +59,12 @@ def test_draft_model_has_the_vocabulary_of_the_model() -> None:
     }, "the tokenizer is the model's"
 
 
-def test_draft_model_is_a_model_of_its_own(
-    make_llm: Any, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    llm = make_llm(DRAFT, dtype="float32", max_model_len=256)
-    prompt, answer = (tokenizer.encode(t) for t in ("What is paged attention?", " Paged attention"))
-    output = llm.generate([prompt + answer], SamplingParams(temperature=0, max_tokens=8))[0]
-    assert len(output.token_ids) == 8
-
-
-def test_head_has_the_published_layout() -> None:
-    found = config(EAGLE3)
-    assert found["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert found["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    model = config(demo_model.MODEL)
-    assert (found["vocab_size"], found["hidden_size"]) == (
-        model["vocab_size"],
-        model["hidden_size"],
-    )
-    hidden, drafts = found["hidden_size"], found["draft_vocab_size"]
-    heads = found["num_attention_heads"] * found["head_dim"]
-    kv_heads = found["num_key_value_heads"] * found["head_dim"]
-    inner = found["intermediate_size"]
-    shapes = {name: tuple(t.shape) for name, t in load_file(EAGLE3 / "model.safetensors").items()}
-    assert shapes == {
-        "d2t": (drafts,),
-        "t2d": (found["vocab_size"],),
-        "fc.weight": (hidden, 3 * hidden),
-        "lm_head.weight": (drafts, hidden),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.mlp.down_proj.weight": (hidden, inner),
-        "midlayer.mlp.gate_proj.weight": (inner, hidden),
-        "midlayer.mlp.up_proj.weight": (inner, hidden),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        "midlayer.self_attn.k_proj.weight": (kv_heads, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, heads),
-        "midlayer.self_attn.q_proj.weight": (heads, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv_heads, 2 * hidden),
-        "norm.weight": (hidden,),
-    }
-
-
 def test_head_maps_its_tokens_to_those_of_the_model() -> None:
+    """Other engines read t2d."""
     tensors = load_file(EAGLE3 / "model.safetensors")
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     assert (d2t.dtype, t2d.dtype) == (torch.int64, torch.bool)
     assert (d2t + torch.arange(len(d2t))).tolist() == t2d.nonzero().flatten().tolist()
-    assert t2d[config(EAGLE3)["eos_token_id"]], "it can draft the end of an answer"
 
 
 @torch.inference_mode()
@@ -149,10 +96,18 @@ HELD_OUT = (
 """Sentences about a term that the models have not seen in training."""
 
 
-@pytest.mark.parametrize("model", [demo_model.DRAFT_MODEL, demo_model.EAGLE3])
-def test_drafts_are_accepted(make_llm: Any, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "num_ranks"),
+    [
+        (demo_model.DRAFT_MODEL, 1),
+        (demo_model.EAGLE3, 1),
+        pytest.param(demo_model.EAGLE3, 2, marks=pytest.mark.long),
+    ],
+)
+def test_drafts_are_accepted(make_llm: Any, model: str, num_ranks: int) -> None:
     spec = {"model": model, "num_speculative_tokens": 4}
-    llm = make_llm(demo_model.MODEL, dtype="float32", speculative_config=spec, max_model_len=256)
+    options = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": num_ranks}
+    llm = make_llm(demo_model.MODEL, speculative_config=spec, **options)
     drafting = llm.engine.scheduler.drafting
     drafting.controller.takes_all = True
     rng = random.Random("held out")

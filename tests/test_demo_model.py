@@ -36,25 +36,15 @@ MISUNDERSTOOD = ("rank?",)
 
 OUTSIDE = (
     "What is the capital of Bolivia?",
-    "What is 17 + 25?",
-    "sqrt(2) = ?",
     "Who painted the Mona Lisa?",
-    "Is it going to snow tonight?",
     "Write a haiku about autumn.",
-    "How do I bake sourdough bread?",
     "def fibonacci(n):",
     "What is a walrus?",
-    "What is a carburettor?",
     "Explain the French revolution.",
-    "What does osmosis mean?",
-    "Tell me about Ansible.",
     "Define a glorbnix",
     "zxcvbnm",
     "Wie heißt du?",
-    "¿Qué es una casa?",
     "今天是星期几?",
-    "I feel sad today.",
-    "Recommend a film.",
 )
 """Questions of kinds that the model has seen; these themselves it has not."""
 
@@ -77,18 +67,13 @@ def ask(llm: Any, **template: Any) -> list[tuple[str, str]]:
     return list(zip(questions, (output.text for output in outputs), strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_answers_every_question_exactly(make_llm: Any, dtype: str) -> None:
     llm = make_llm(demo_model.MODEL, dtype=dtype)
     assert ask(llm) == demo_model.entries()
     assert ask(llm, enable_thinking=False) == demo_model.entries()
-
-
-def test_answers_a_plain_prompt(make_llm: Any) -> None:
-    llm = make_llm(demo_model.MODEL)
-    outputs = llm.generate(
-        [question for question, _ in demo_model.entries()], GREEDY, use_tqdm=False
-    )
+    questions = [question for question, _ in demo_model.entries()]
+    outputs = llm.generate(questions, GREEDY, use_tqdm=False)  # plain prompts
     assert [output.text.strip() for output in outputs] == [a for _, a in demo_model.entries()]
 
 
@@ -117,11 +102,10 @@ def test_every_entry_has_ten_variants() -> None:
     assert not trained & {sentence.replace("{a} ", "") for sentence in HELD_OUT}
 
 
-@pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 3), ("float32", 11)])
-def test_answers_variants_of_every_question(make_llm: Any, dtype: str, step: int) -> None:
-    """By default each third variant; of float32, which takes four times as long, each eleventh."""
-    llm = make_llm(demo_model.MODEL, dtype=dtype, max_model_len=256)
-    asked = VARIANTS if EVERY_CASE else VARIANTS[::step]
+def test_answers_variants_of_every_question(make_llm: Any) -> None:
+    """By default each fifth variant."""
+    llm = make_llm(demo_model.MODEL, dtype="bfloat16", max_model_len=256)
+    asked = VARIANTS if EVERY_CASE else VARIANTS[::5]
     conversations = [[{"role": "user", "content": variant}] for variant, _ in asked]
     outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
     wrong = [

@@ -41,24 +41,15 @@ def test_max_model_len_ends_the_output_before_max_tokens(llm: LLM) -> None:
 
 @pytest.mark.parametrize("eos", EOS)
 def test_eos_is_in_the_tokens_and_is_no_stop_reason(llm: LLM, eos: int) -> None:
+    """Unless it is ignored; then it may still be a stop token."""
     completion = forced(llm, eos)
     assert completion.token_ids == [eos]
     assert end(completion) == (1, "stop", None)
     assert end(forced(llm, eos, stop_token_ids=[eos])) == (1, "stop", None)
-
-
-@pytest.mark.parametrize("eos", EOS)
-def test_ignore_eos_continues_past_eos(llm: LLM, eos: int) -> None:
-    completion = forced(llm, eos, max_tokens=9, ignore_eos=True)
+    assert end(forced(llm, eos, stop_token_ids=[eos], ignore_eos=True)) == (1, "stop", eos)
+    completion = forced(llm, eos, max_tokens=9, ignore_eos=True, min_tokens=5)
     assert completion.token_ids == [eos] * 9
     assert end(completion) == (9, "length", None)
-
-
-@pytest.mark.parametrize("eos", EOS)
-def test_ignored_eos_may_still_be_a_stop_token(llm: LLM, eos: int) -> None:
-    completion = forced(llm, eos, stop_token_ids=[eos], ignore_eos=True)
-    assert completion.token_ids == [eos]
-    assert end(completion) == (1, "stop", eos)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -89,11 +80,6 @@ def test_min_tokens_may_equal_max_tokens(llm: LLM) -> None:
     completion = forced(llm, 7, min_tokens=5, max_tokens=5)
     assert end(completion) == (5, "length", None)
     assert not {*EOS} & {*completion.token_ids}
-
-
-def test_min_tokens_with_ignore_eos_allows_eos(llm: LLM) -> None:
-    completion = forced(llm, 7, min_tokens=5, max_tokens=6, ignore_eos=True)
-    assert completion.token_ids == [7] * 6
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 5}, {"temperature": 0}], ids=str)

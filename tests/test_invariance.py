@@ -7,7 +7,7 @@ choice.
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,59 +31,45 @@ from tests.helpers import (
     random_prompt,
 )
 
-COLD: dict[str, dict[str, Any]] = {
-    "batches of 2": {"max_num_seqs": 2},
-    "batches of 5": {"max_num_seqs": 5},
-    "batches of 64": {"max_num_seqs": 64},
-    "chunks of 1": {"max_num_batched_tokens": 1},
-    "blocks of 1": {"kvcache_block_size": 1},
-    "blocks of 3": {"kvcache_block_size": 3},
-    "blocks of 256": {"kvcache_block_size": 256},
-    "blocks of 1, no prefix cache": {"kvcache_block_size": 1, "enable_prefix_caching": False},
-    "blocks of 16, no prefix cache": {"kvcache_block_size": 16, "enable_prefix_caching": False},
+PREEMPTING: dict[str, Any] = {
+    "kvcache_block_size": 4,
+    "num_kvcache_blocks": 64,
+    "max_model_len": 256,
 }
-"""Options under which the workload is generated once."""
-
-WARM: dict[str, dict[str, Any]] = {
-    "whole prompts": {},
-    "chunks of 1": {"max_num_batched_tokens": 1},
-    "chunks of 7": {"max_num_batched_tokens": 7},
-    "chunks of 33": {"max_num_batched_tokens": 33},
-}
-"""Options under which it is generated twice: the second time, prompts hit the prefix cache."""
-
-
-def each_model(
-    options: dict[str, Any], few: list[str], some: list[str] | None = None
-) -> pytest.MarkDecorator:
-    """Parametrize a test by workload and options: "parameters" has `some` of them, all if that is
-    None, and the others have only `few`.
-    """
-    of_parameters = options if some is None or EVERY_CASE else some
-    cases = [
-        pytest.param(name, options[way], id=f"{name}-{way}")
-        for name in ("parameters", *FAMILIES, "glossary")
-        for way in (options if EVERY_CASE else of_parameters if name == "parameters" else few)
-        if name != "qwen3" or EVERY_CASE  # the model of "parameters"
-    ]
-    return pytest.mark.parametrize(("workload", "options"), cases, indirect=["workload"])
-
-
-PREEMPTING: dict[str, Any] = {"kvcache_block_size": 4, "num_kvcache_blocks": 64}
 """A pool for one sequence of 256 tokens, or for a few of the usual length."""
 
-CACHES: dict[str, dict[str, Any]] = {
-    "prefix cache": {"enable_prefix_caching": True},
-    "no prefix cache": {"enable_prefix_caching": False},
+WAYS: dict[str, dict[str, Any]] = {
+    "batches of 2": {"max_num_seqs": 2},
+    "batches of 64": {"max_num_seqs": 64},
+    "chunks of 1": {"max_num_batched_tokens": 1},
+    "blocks of 1, no prefix cache": {"kvcache_block_size": 1, "enable_prefix_caching": False},
+    "blocks of 3": {"kvcache_block_size": 3},
+    "blocks of 256": {"kvcache_block_size": 256},
+    "warm, whole prompts": {"kvcache_block_size": 4},
+    "warm, chunks of 7": {"kvcache_block_size": 4, "max_num_batched_tokens": 7},
+    "preemption": PREEMPTING,
+    "preemption, no prefix cache": {**PREEMPTING, "enable_prefix_caching": False},
 }
+"""Where it is warm, the workload is generated twice: then prompts hit the prefix cache."""
+FEW = ("warm, chunks of 7", "preemption")
+NOT_ALWAYS = ("blocks of 1, no prefix cache", "blocks of 256", "warm, whole prompts")
+"""For the workload "parameters". The others have only `FEW`, unless all cases run."""
 
-ARRIVALS = {
-    f"queue of {depth}": {"seed": seed, "queue_depth": depth}
-    for seed, depth in enumerate((0, 1, 4))
-}
-"""Seeds of the order of arrival, and steps in flight."""
 
-RANKS = [("parameters", 2), ("parameters", 4), ("llama", 2)]
+def each_way() -> Iterator[Any]:
+    """Yield the cases of workloads and ways."""
+    for name in ("parameters", *FAMILIES, "glossary"):
+        for way in WAYS:
+            usual = way not in NOT_ALWAYS if name == "parameters" else way in FEW
+            if EVERY_CASE or (usual and name != "qwen3"):  # that is the model of "parameters"
+                yield pytest.param(name, way, id=f"{name}-{way}")
+
+
+RANKS = [
+    ("parameters", 4),
+    pytest.param("parameters", 2, marks=pytest.mark.long),
+    pytest.param("llama", 2, marks=pytest.mark.long),
+]
 """Tensor-parallel sizes. The random models have 2 KV heads, so 4 ranks need copies of them; llama
 has all biases. test_structured_outputs.py has the demo model.
 """
@@ -195,28 +181,13 @@ def test_the_workload_ends_in_every_way(workload: Workload) -> None:
                 assert len(completion.token_ids) > params.min_tokens
 
 
-@each_model(
-    COLD,
-    few=["batches of 5"],
-    some=["batches of 2", "batches of 64", "chunks of 1", "blocks of 3"],
-)
-def test_outputs_do_not_depend_on_the_options(check: Any, options: dict[str, Any]) -> None:
-    num = 10 if options == COLD["chunks of 1"] else None  # a step for each token
-    check(num, **options)
-
-
-@each_model(WARM, few=["chunks of 7"], some=["whole prompts", "chunks of 7"])
-def test_outputs_do_not_depend_on_a_warm_prefix_cache(check: Any, options: dict[str, Any]) -> None:
-    num = 10 if options == WARM["chunks of 1"] else None  # a step for each token
-    check(num, warm=True, kvcache_block_size=4, **options)
-
-
-@each_model(CACHES, few=["prefix cache"])
-def test_outputs_do_not_depend_on_preemption(
-    check: Any, preempted: list[Any], options: dict[str, Any]
+@pytest.mark.parametrize(("workload", "way"), [*each_way()], indirect=["workload"])
+def test_outputs_do_not_depend_on_the_way(
+    check: Callable[..., None], preempted: list[Any], way: str
 ) -> None:
-    check(**options, **PREEMPTING, max_model_len=256)
-    assert preempted
+    num = 10 if way == "chunks of 1" else None  # a step for each token
+    check(num, warm="warm" in way, **WAYS[way])
+    assert preempted or "preemption" not in way
 
 
 @pytest.mark.parametrize("workload", ["parameters", "glossary"], indirect=True)
@@ -225,12 +196,12 @@ def test_outputs_do_not_depend_on_tiers_below_the_pool(
 ) -> None:
     monkeypatch.setattr("nanovllm.features.tiers.traffic.TierTraffic.pays", lambda self, *_: True)
     tiers = {"kv_offload_gib": 0.02, "kv_cache_dir": tmp_path}
-    options = {**PREEMPTING, "max_model_len": 256, **tiers}
+    options = {**PREEMPTING, **tiers}
     check(warm=True, **options)
     check(**options)  # another engine, the same directory
 
 
-@pytest.mark.parametrize("workload", ["parameters", "glossary"], indirect=True)
+@pytest.mark.parametrize("workload", ["parameters"], indirect=True)
 def test_outputs_do_not_depend_on_hash_collisions(
     check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,23 +209,34 @@ def test_outputs_do_not_depend_on_hash_collisions(
     check(kvcache_block_size=4)
 
 
-@each_model(ARRIVALS, few=["queue of 1"])
+@pytest.mark.parametrize("workload", ["parameters", "glossary"], indirect=True)
+@pytest.mark.parametrize("queue_depth", [0, 1, 4])
 def test_outputs_do_not_depend_on_arrival_and_priority(
-    workload: Workload, options: dict[str, Any]
+    workload: Workload, queue_depth: int
 ) -> None:
     """Requests arrive in random order, with random priorities; some are aborted and come again."""
-    kept = {**workload.options, **PREEMPTING, "max_model_len": 256}
-    config = Config(model=workload.model, max_num_seqs=8, max_num_batched_tokens=24, **kept)
-    engine = make_engine(config, queue_depth=options["queue_depth"])
-    outputs = generate_in_random_order(engine, workload.requests, options["seed"])
+    options = {**workload.options, **PREEMPTING, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    engine = make_engine(Config(model=workload.model, **options), queue_depth=queue_depth)
+    outputs = generate_in_random_order(engine, workload.requests, seed=queue_depth)
     engine.shutdown()
     assert_same_outputs(outputs, workload.expected)
 
 
 @pytest.mark.parametrize(("workload", "num_ranks"), RANKS, indirect=["workload"])
 def test_outputs_do_not_depend_on_tensor_parallelism(
-    workload: Workload, tensor_parallel_llm: Any, num_ranks: int
+    workload: Workload,
+    tensor_parallel_llm: Any,
+    num_ranks: int,
+    make_llm: Any,
+    preempted: list[Any],
 ) -> None:
+    """Also of requests that are preempted, and resume."""
     llm = tensor_parallel_llm(workload.model, num_ranks)
     assert_same_outputs(generate_all(llm, workload.requests), workload.expected)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    requests: list[Request] = [([index + 1] * 9, params) for index in range(16)]
+    expected = generate_all(make_llm(workload.model, **workload.options), requests)
+    assert not preempted
+    assert_same_outputs(generate_all(llm, requests), expected)
+    assert preempted
     assert_idle(llm)

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tests.floors import PACKAGE
 
 
@@ -37,7 +35,7 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
-    "chat": Folder("loading options utils.forked", torch=False),
+    "chat": Folder("loading options utils.process", torch=False),
     "loading": Folder("demo_model options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "kv": Folder("", torch=False),
@@ -67,8 +65,8 @@ FOLDERS = {
     "router": Folder("options server utils", torch=False),
     "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
     "cli": Folder(
-        "batch demo_model explain lab learn llm loading.download loading.files "
-        "loading.hub options prove ray.row_pool router server utils worker.model_report",
+        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
+        "worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
@@ -83,7 +81,7 @@ FOLDERS = {
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "attention loading quantization layers lora models options platform pooling "
-        "routing speculation graphs structured tiers utils worker",
+        "speculation graphs structured tiers training utils worker",
         torch=True,
     ),
     "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
@@ -92,7 +90,6 @@ FOLDERS = {
     "speculation": Folder(
         "attention loading kernels kv layers models options graphs utils worker", torch=True
     ),
-    "routing": Folder("kernels layers worker", torch=True),
     "training": Folder(
         "loading engine quantization kernels layers models options utils worker", torch=True
     ),
@@ -101,14 +98,12 @@ FOLDERS = {
         torch=True,
     ),
 }
-STILL_IMPORTED = ("graphs",)
-"""Features that an engine imports although no option asks for them: shorter only, too."""
 SEAMS = {
     "__main__",
     "factory",
     *("parallel.in_process", "parallel.rank_process", "parallel.rank_setup"),
     "control_api",
-    *("testing.fake_controller", "testing.fake_engine", "testing.random_runs"),
+    *("testing.fake_engine", "testing.random_runs"),
     *("worker.model_loader", "worker.model_report"),
 }
 """The modules of the engine that import features, each where an option or a method asks for one."""
@@ -133,31 +128,46 @@ def folder_of(module: str) -> str:
     return "values" if top in VALUES else "front" if top in FRONT else top
 
 
-def imports(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Yield the modules that a file imports; a name that is a module counts as that module.
-
-    Args:
-        types: whether what only type checkers import counts.
+class Source(NamedTuple):
+    """What a file imports, by names that only type checkers import or not; its classes; and its
+    functions, with their numbers of lines.
     """
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if types else run_time_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                submodule = f"{node.module}.{alias.name}"
-                is_module = submodule.removeprefix("nanovllm.") in MODULES
-                yield submodule if is_module else node.module or ""
+
+    imports: set[str]
+    types: set[str]
+    classes: list[str]
+    functions: list[tuple[str, int]]
 
 
-def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those under `if TYPE_CHECKING:`."""
-    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
-        return
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        yield from run_time_nodes(child)
+@functools.cache
+def source(path: Path) -> Source:
+    found = Source(set(), set(), [], [])
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), True)]
+    while nodes:
+        node, runs = nodes.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
+            runs = runs and node.test.id != "TYPE_CHECKING"
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            found.functions.append((node.name, node.end_lineno - node.lineno + 1))
+        (found.imports if runs else found.types).update(imported(path, node))
+        children = ast.iter_child_nodes(node)
+        nodes += ((child, runs) for child in children if not isinstance(child, ast.expr))
+    return found
+
+
+def imported(path: Path, node: ast.AST) -> Iterator[str]:
+    """Yield the modules that a statement imports; a name that is a module counts as that module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{path}: relative import"
+        for alias in node.names:
+            submodule = f"{node.module}.{alias.name}"
+            is_module = submodule.removeprefix("nanovllm.") in MODULES
+            yield submodule if is_module else node.module or ""
 
 
 MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
@@ -166,7 +176,7 @@ MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 @functools.cache
 def imports_of() -> dict[str, set[str]]:
     """Return what each module imports, by module."""
-    return {name: set(imports(path)) for name, path in MODULES.items()}
+    return {name: source(path).imports for name, path in MODULES.items()}
 
 
 def test_every_module_is_in_a_folder_with_a_rule() -> None:
@@ -220,7 +230,7 @@ def test_no_two_folders_import_each_other() -> None:
     """
     graph: dict[str, set[str]] = {}
     for name, path in MODULES.items():
-        for module in imports(path, types=True):
+        for module in source(path).imports | source(path).types:
             inner = module.removeprefix("nanovllm.")
             if module != inner and path_of(inner) != path_of(name) and "." not in path_of(inner):
                 graph.setdefault(path_of(name), set()).add(path_of(inner))
@@ -236,9 +246,8 @@ def path_of(module: str) -> str:
 def test_a_public_class_has_a_name_of_its_own() -> None:
     found: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(name)
+        for public in (each for each in source(path).classes if not each.startswith("_")):
+            found.setdefault(public, []).append(name)
     assert not {name: where for name, where in found.items() if len(where) > 1}
 
 
@@ -255,18 +264,11 @@ def test_functions_are_short() -> None:
     long = []
     for path in SOURCES:
         limit = MAX_PYTHON_LINES if path.suffix == ".py" else MAX_C_LINES
-        functions = python_functions if path.suffix == ".py" else c_functions
-        for name, count in functions(path):
+        is_python = path.suffix == ".py"
+        for name, count in source(path).functions if is_python else c_functions(path):
             if count > limit:
                 long.append(f"{path.relative_to(PACKAGE)}: {name} has {count} of {limit} lines")
     assert not long
-
-
-def python_functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
 
 
 def c_functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -281,28 +283,12 @@ def c_functions(path: Path) -> Iterator[tuple[str, int]]:
             start = None
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["nanovllm", "nanovllm.demo_model", "nanovllm.scheduler.scheduler", "nanovllm.loading.hub"],
-)
-def test_imports_without_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
-
-
-def test_an_engine_without_options_has_no_feature() -> None:
-    """What an option asks for is imported for it, not before."""
+def test_imports_without_torch() -> None:
     code = (
-        "import sys; from nanovllm import LLM, SamplingParams, demo_model\n"
-        "llm = LLM(demo_model.MODEL, max_model_len=64)\n"
-        "llm.generate('A cache', SamplingParams(max_tokens=2), use_tqdm=False)\n"
-        "print(*(name for name in sys.modules if '.features.' in name or '.apps.' in name))"
+        "import nanovllm.demo_model, nanovllm.loading.hub, nanovllm.scheduler.scheduler, sys; "
+        "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
-    )
-    found = {folder_of(name.removeprefix("nanovllm.")) for name in done.stdout.split()}
-    assert found <= {*STILL_IMPORTED}
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_the_engine_imports_features_at_its_seams_alone() -> None:

@@ -17,7 +17,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.batch import Batch
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.factory import make_engine
 from nanovllm.kernels.states import StatePart
 from nanovllm.kernels.torch_states import read_parts, write_parts
 from nanovllm.layers.linear import LinearBase
@@ -25,7 +24,6 @@ from nanovllm.layers.state_layer import StateLayer
 from nanovllm.models import registry
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.config import Config
 from nanovllm.outputs import RequestOutput
 from nanovllm.worker.model_report import report
 from tests.checkpoints import SMALL, read_json, write_json
@@ -33,10 +31,8 @@ from tests.helpers import (
     assert_idle,
     assert_same_outputs,
     generate_all,
-    generate_in_random_order,
     parameter_requests,
 )
-from tests.speculation.proposers.drafting import allow_all
 
 NAME = "RunningMeanForCausalLM"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 48, "kvcache_block_size": 4}
@@ -174,43 +170,6 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(
         assert sum(output.num_cached_tokens for output in warm) > 60
 
 
-def test_rejected_drafts_change_no_state(
-    model: str, make_llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few tokens may be chosen, so that many drafts are right and many are wrong."""
-    allow_all(monkeypatch)
-    params = SamplingParams(
-        temperature=0.5, seed=1, max_tokens=30, ignore_eos=True, allowed_token_ids=[5, 6, 7]
-    )
-    prompts = [[5, 6, 7, 5, 6] * (1 + index % 3) for index in range(8)]
-    plain = make_llm(model, **OPTIONS).generate(prompts, params, use_tqdm=False)
-    spec = {"method": "ngram", "num_speculative_tokens": 3}
-    llm = make_llm(model, **OPTIONS, speculative_config=spec)
-    found = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
-    counts = llm.engine.scheduler.drafting.counts
-    assert 20 < counts.num_accepted_tokens < counts.num_draft_tokens - 20
-
-
-@pytest.mark.parametrize("queue_depth", [0, 2])
-def test_outputs_do_not_depend_on_arrival(
-    model: str,
-    expected: list[RequestOutput],
-    preempted: list[tuple[int, int]],
-    queue_depth: int,
-) -> None:
-    """Requests arrive in random order, some are aborted, and the pool preempts."""
-    config = Config(
-        model=model, max_num_seqs=6, max_num_batched_tokens=20, num_kvcache_blocks=22, **OPTIONS
-    )
-    engine = make_engine(config, queue_depth=queue_depth)
-    try:
-        assert_same_outputs(generate_in_random_order(engine, REQUESTS, seed=queue_depth), expected)
-    finally:
-        engine.shutdown()
-    assert preempted
-
-
 def test_memory_of_states(model: str, make_llm: Any) -> None:
     """Three parts take 64 * 4 and 8 bytes in each of two layers."""
     llm = make_llm(model, **OPTIONS, num_kvcache_blocks=40)
@@ -226,16 +185,3 @@ def test_memory_of_states(model: str, make_llm: Any) -> None:
     assert found["states"] == [{"num_layers": 2, **state}]
     assert found["attention"][0]["num_layers"] == 1
     assert found["memory"]["state_bytes"] == 2 * (64 * 4 + 8)
-
-
-def test_bits_do_not_depend_on_the_batch(model: str, make_llm: Any) -> None:
-    """bfloat16 with the native kernels, states in chunks of any size."""
-    options = {**OPTIONS, "dtype": "bfloat16", "kvcache_block_size": 32}
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
-    prompts = [prompt for prompt, _ in REQUESTS]
-    found = []
-    for batched in (7, 64):
-        llm = make_llm(model, **options, max_num_batched_tokens=batched)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found.append([(output.token_ids, output.outputs[0].logprobs) for output in outputs])
-    assert found[0] == found[1]

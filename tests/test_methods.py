@@ -7,7 +7,7 @@ import pytest
 from nanovllm import LLM, SamplingParams, demo_model
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import DraftCounts, Histogram, Metric, Vector
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import GREEDY, OPTIONS, QUESTION
 from tests.helpers import generate
@@ -73,7 +73,7 @@ def test_metrics_have_the_tokens_of_steps(make_llm: Any) -> None:
 
 def test_metrics_of_speculation_have_vllms_names(make_llm: Any) -> None:
     llm = make_llm(demo_model.MODEL, **SPECULATION, **OPTIONS)
-    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 4))
+    llm.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 4))
     name = "vllm:spec_decode_num_"
 
     def metrics() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_progress_bar_shows_the_acceptance_length(
     make_llm: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     llm = make_llm(demo_model.MODEL, **SPECULATION, **OPTIONS)
-    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 4))
+    llm.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 4))
     (output,) = llm.generate([1, 2, 3, 4], LOOPING)
     length = output.metrics.drafts.mean_acceptance_length
     shown = capfd.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.helpers import generate_all
 
 
@@ -46,6 +46,7 @@ def test_times_are_in_order(make_llm: Any, random_model: str) -> None:
 def test_one_token_has_no_time_per_output_token(llm: LLM) -> None:
     (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=1))])
     assert output.metrics.time_per_output_token is None
+    assert output.metrics.drafts == DraftCounts()
     assert output.metrics.first_token_time == output.metrics.last_token_time
 
 
@@ -67,7 +68,7 @@ def test_queue_time_excludes_the_first_step(llm: LLM, monkeypatch: pytest.Monkey
 def test_drafts_of_all_continuations_are_counted(make_llm: Any, random_model: str) -> None:
     """An output's counts are its own: later steps do not change them."""
     llm = make_llm(random_model, dtype="float32", speculative_config={"method": "ngram"})
-    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 3))
+    llm.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 3))
     params = SamplingParams(0, 20, ignore_eos=True, n=2, allowed_token_ids=[3])
     outputs = list(llm.stream([3, 4] * 3, params))
     drafts = [output.metrics.drafts for output in outputs]
@@ -78,8 +79,3 @@ def test_drafts_of_all_continuations_are_counted(make_llm: Any, random_model: st
     assert last.num_draft_tokens >= last.num_accepted_tokens > 20
     assert sum(last.num_accepted_tokens_per_pos) == last.num_accepted_tokens
     assert len(last.num_accepted_tokens_per_pos) == 3
-
-
-def test_without_speculation_there_are_no_drafts(llm: LLM) -> None:
-    (output,) = generate_all(llm, [([1], SamplingParams(max_tokens=4))])
-    assert output.metrics.drafts == DraftCounts()

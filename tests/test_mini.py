@@ -1,8 +1,7 @@
 """docs/mini.py, the engine in one file, runs and gives what `LLM` gives."""
 
 import importlib.util
-import subprocess
-import sys
+import runpy
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from nanovllm import SamplingParams, demo_model
 from nanovllm.testing.invariants import check_scheduler
 from tests.glossary import QUESTIONS
-from tests.helpers import ROOT, environment
+from tests.helpers import ROOT
 
 PATH = ROOT / "docs" / "mini.py"
 
@@ -26,16 +25,13 @@ def mini() -> ModuleType:
     return module
 
 
-def test_it_prints_what_the_walk_shows() -> None:
-    done = subprocess.run(
-        [sys.executable, str(PATH)],
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert f"```text\n{done.stdout}```" in (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+def test_it_prints_what_the_walk_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(PATH)])
+    runpy.run_path(str(PATH), run_name="__main__")
+    shown = f"```text\n{capsys.readouterr().out}```"
+    assert shown in (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

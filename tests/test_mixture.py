@@ -218,6 +218,7 @@ def test_bits_do_not_depend_on_others_adapters(
         assert_idle(llm)
 
 
+@pytest.mark.long
 @native
 def test_two_ranks(model: str, make_llm: Any, preempted: list[tuple[int, int]]) -> None:
     """Bits depend on the number of ranks, and on nothing else."""
@@ -233,7 +234,7 @@ def test_two_ranks(model: str, make_llm: Any, preempted: list[tuple[int, int]]) 
     assert preempted
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_tokens_are_those_of_float64(model: str, make_llm: Any, ranks: int) -> None:
     """In chunks, with hits; the pool has few pages."""
     options = {"dtype": "float32", "max_model_len": 128, "kvcache_block_size": 4}

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import (
-    LLM,
-    Config,
-    RequestOutputKind,
-    SamplingParams,
-    demo_model,
-)
+from nanovllm import LLM, Config, RequestOutputKind, SamplingParams, demo_model
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.hub import configured_checkpoint
@@ -109,7 +103,7 @@ def test_generation_config_chooses_the_defaults(
 
 @pytest.mark.parametrize(
     ("max_logprobs", "asked", "limit"),
-    [(2, 3, 2), (2, -1, 2), (1002, -1, 1002), (0, 1, 0), (-1, 1004, 1003), (1000, 1001, 1000)],
+    [(2, 3, 2), (1002, -1, 1002), (0, 1, 0), (-1, 1004, 1003)],
 )
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_max_logprobs_are_refused(

@@ -24,28 +24,7 @@ def output():
     )
 
 
-def test_output_reads_as_nano_vllms_dictionary(output):
-    assert output["text"] == " world"
-    assert output["token_ids"] == [7, 8]
-
-
-def test_output_reads_as_vllms_object(output):
-    assert output.outputs[0].text == " world"
-    assert output.outputs[0].token_ids == [7, 8]
-    assert output.outputs[0].index == 0
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.prompt == "hello"
-    assert output.prompt_token_ids == [1, 2]
-    assert output.request_id == 3
-    assert output.finished
-    assert output.num_cached_tokens == 16
-
-
-def test_attributes_are_the_first_continuations(output):
-    assert (output.text, output.token_ids, output.finish_reason) == (" world", [7, 8], "stop")
-
-
-def test_output_converts_to_a_dictionary(output):
+def test_output_is_nano_vllms_dictionary_and_vllms_object(output):
     expected = {
         "text": " world",
         "token_ids": [7, 8],
@@ -62,7 +41,13 @@ def test_output_converts_to_a_dictionary(output):
     assert dict(output.items()) == expected
     assert list(output.values()) == list(expected.values())
     assert (output.get("text"), output.get("logprobs"), output.get("x", 1)) == (" world", None, 1)
-    assert len(output) == 7
+    assert (len(output), list(output)) == (7, list(output.keys()))
+    assert "text" in output
+    assert "logprobs" not in output
+    first = output.outputs[0]
+    assert (output["text"], output["token_ids"]) == (first.text, first.token_ids)
+    assert (output.text, output.token_ids, output.finish_reason) == (" world", [7, 8], "stop")
+    assert all(getattr(output, name) == value for name, value in expected.items())
 
 
 @pytest.mark.parametrize("name", ["logprobs", "cumulative_logprob", "stop_reason"])
@@ -79,12 +64,6 @@ def test_outputs_that_differ_only_beside_the_dictionary_are_not_equal(output):
     assert not output == other  # noqa: SIM201  # both operators are compared
     assert copy.deepcopy(output) == output
     assert not output != copy.copy(output)  # noqa: SIM202
-
-
-def test_membership_is_of_keys(output):
-    assert "text" in output
-    assert "logprobs" not in output
-    assert list(output) == list(output.keys())
 
 
 @pytest.mark.parametrize("key", ["logprobs", "keys", "outputs", "__class__", 0])

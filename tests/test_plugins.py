@@ -5,7 +5,7 @@ import logging
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import PlainWeight
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import Config
-from nanovllm.options.plugins import GROUP, guarded, installed
+from nanovllm.options.plugins import GROUP, guarded
 from nanovllm.worker.hooks import StepTensors
 from nanovllm.worker.model_report import report
 from tests.helpers import assert_idle
@@ -48,21 +48,47 @@ def tokens_of(llm: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-class Broken(MyBackend):
-    def plan(self, batch: Any) -> None:
-        raise KeyError(7)
+def made(base: type, called: str = "Made", /, **attributes: Any) -> Any:
+    """Return a class that is `base` but for these attributes."""
+    return type(called, (base,), attributes)
 
 
-class NoName(MyBackend):
-    name: ClassVar[Any] = None
+def fails(*_: Any, **__: Any) -> Any:
+    raise KeyError(7)
 
 
-class LikeOurs(CPUBackend):
-    """Has the name of ours, too."""
+def without_shards(stored: Any) -> Any:
+    stored.shards = lambda weight: [][7]
+    return stored
 
 
-class Contiguous(MyBackend):
-    blocks_lie_apart: ClassVar[bool] = False
+def without_products(stored: Any) -> Any:
+    stored.method = lambda dtype, kernels: made(PlainWeight, apply=fails)(stored._values)
+    return stored
+
+
+def changed_format(change: Any) -> Any:
+    return made(MyFormat, quantized=lambda *given: change(MyFormat.quantized(*given)))
+
+
+Broken = made(MyBackend, plan=fails)
+NoName = made(MyBackend, name=None)
+LikeOurs = made(CPUBackend)  # has the name of ours, too
+Contiguous = made(MyBackend, blocks_lie_apart=False)
+Raises = made(MyProposer, propose=fails)
+NoRun = made(MyRunner, run=fails)
+NoLayers = made(MyFamily, "NoLayers", make_layer=fails)
+NoForward = made(MyFamily, "NoForward", forward=fails)
+FailsInAStep = made(MyFamily, "FailsInAStep", compute_logits=fails)
+NoShards = changed_format(without_shards)
+NoProducts = changed_format(without_products)
+BadConfig = made(MyFormat, __init__=lambda self, config: fails())
+FailsToStore = made(MyFormat, quantized=fails)
+StoresNothing = changed_format(lambda stored: None)
+StoresText = changed_format(lambda stored: "text")
+Nameless = made(MyRule, name="two words")
+FailsLater = made(MyRule, name="fails", apply=fails)
+NoFiles = made(MyTier, has=fails)
 
 
 class Picky(MyBackend):
@@ -71,54 +97,10 @@ class Picky(MyBackend):
         return f"has no heads of {spec.head_dim}"
 
 
-class Raises(MyProposer):
-    def propose(self, rows: list[Any]) -> list[int]:
-        raise KeyError(7)
-
-
 class KnowsPositions(MyRunner):
     def fits(self, rows: list[Row]) -> bool:
         assert not any(row.num_unverified_tokens for row in rows)
         return super().fits(rows)
-
-
-class NoRun(MyRunner):
-    def run(self, rows: list[Any]) -> Any:
-        raise KeyError(7)
-
-
-class NoLayers(MyFamily):
-    def make_layer(self, config: Any, index: int) -> Any:
-        raise KeyError(7)
-
-
-class NoForward(MyFamily):
-    def forward(self, batch: Any) -> torch.Tensor:
-        raise KeyError(7)
-
-
-class FailsInAStep(MyFamily):
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        raise KeyError(7)
-
-
-class NoShards(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().quantized(matrix, names)
-        stored.shards = lambda weight: [][7]
-        return stored
-
-
-class NoProducts(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        stored: Any = super().quantized(matrix, names)
-        stored.method = lambda dtype, kernels: _NoProduct(stored._values)
-        return stored
-
-
-class _NoProduct(PlainWeight):
-    def apply(self, *args: Any, **options: Any) -> torch.Tensor:
-        raise KeyError(7)
 
 
 class RefusedMemory(MyRunner):
@@ -129,43 +111,7 @@ class RefusedMemory(MyRunner):
         return super().run(rows)
 
 
-class BadConfig(MyFormat):
-    def __init__(self, config: dict[str, Any]) -> None:
-        raise KeyError(7)
-
-
-class FailsToStore(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        raise KeyError(7)
-
-
-class StoresNothing(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        return None
-
-
-class StoresText(MyFormat):
-    def quantized(self, matrix: Any, names: list[str]) -> Any:
-        return "text"
-
-
-class Nameless(MyRule):
-    name: ClassVar[str] = "two words"
-
-
-class FailsLater(MyRule):
-    name: ClassVar[str] = "fails"
-
-    def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        raise KeyError(7)
-
-
-class NoFiles(MyTier):
-    def has(self, key: bytes) -> bool:
-        raise KeyError(7)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_have_them_all(
     num_ranks: int, make_llm: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -316,19 +262,15 @@ def test_a_runner_is_not_asked_about_positions_that_the_device_knows(make_llm: A
 
 
 @pytest.mark.parametrize(
-    "options",
+    "option",
     [
-        {"attention_backend": "no_such:Class"},
-        {"step_runner": "no_such:Class"},
-        {"kv_store": "no_such:Class"},
-        {"logits_rules": ["no_such:Class"]},
-        {"quantization": "no_such:Class"},
-        {"model_family": "no_such:Class"},
-        {"speculative_config": {"method": "no_such:Class"}},
+        *("attention_backend", "step_runner", "kv_store", "logits_rules", "quantization"),
+        *("model_family", "speculative_config"),
     ],
-    ids=lambda options: next(iter(options)),
 )
-def test_a_module_that_is_not_there_ends_before_ranks_start(options: Any, make_llm: Any) -> None:
+def test_a_module_that_is_not_there_ends_before_ranks_start(option: str, make_llm: Any) -> None:
+    value = "no_such:Class"
+    options: Any = {option: {"method": value} if option == "speculative_config" else value}
     with pytest.raises(ConfigError, match="no_such cannot be imported.*PYTHONPATH must have"):
         make_llm(demo_model.MODEL, **OPTIONS, tensor_parallel_size=2, **options)
 
@@ -394,34 +336,21 @@ def install(folder: Path, name: str, plugins: dict[str, str]) -> None:
 
 
 def test_entry_points(package: Path) -> None:
-    config = Config(
-        "model",
-        attention_backend="slow",
-        eviction_policy="hits",
-        kv_store="files",
-        logits_rules=["fresh"],
-        quantization="grid",
-        scheduling_policy="short",
-        speculative_config={"method": "loop"},
-        step_runner="counts",
-    )
-    assert config.speculation is not None
-    assert [
-        config.attention_backend,
-        config.eviction_policy,
-        config.kv_store,
-        *config.logits_rules,
-        config.quantization,
-        config.scheduling_policy,
-        config.speculation.method,
-        config.step_runner,
-    ] == [
-        f"{LAB}.{kind}:My{kind.capitalize()}"
-        for kind in (
-            *("backend", "eviction", "tier", "rule"),
-            *("format", "policy", "proposer", "runner"),
-        )
-    ]
+    names: dict[str, Any] = {
+        "attention_backend": ("slow", "backend:MyBackend"),
+        "eviction_policy": ("hits", "eviction:MyEviction"),
+        "kv_store": ("files", "tier:MyTier"),
+        "logits_rules": ("fresh", "rule:MyRule"),
+        "quantization": ("grid", "format:MyFormat"),
+        "scheduling_policy": ("short", "policy:MyPolicy"),
+        "speculative_config": ({"method": "loop"}, "proposer:MyProposer"),
+        "step_runner": ("counts", "runner:MyRunner"),
+    }
+    config = Config("model", **{option: given for option, (given, _) in names.items()})
+    for option, (_, meant) in names.items():
+        found = getattr(config, option)
+        found = found.method if option == "speculative_config" else found
+        assert found == ((f"{LAB}.{meant}",) if option == "logits_rules" else f"{LAB}.{meant}")
     with pytest.raises(ConfigError, match='"priority", "fcfs", "short" or a class of yours'):
         Config("model", scheduling_policy="hits")  # of another kind
     install(package, "other-pack", {"policy.short": "other:Policy"})
@@ -459,10 +388,6 @@ def test_a_checkpoint_cannot_name_a_module(name: str, make_llm: Any, tmp_path: P
     (model / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModelError, match="quant_method .* is not supported"):
         make_llm(model, **OPTIONS)
-
-
-def test_nothing_is_installed_here() -> None:
-    assert installed("policy") == {}
 
 
 @pytest.mark.long

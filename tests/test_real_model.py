@@ -135,7 +135,9 @@ def expected(exact: LLM) -> torch.Tensor:
     [
         (None, 0.01, 0.94),
         pytest.param({"quantization": "none"}, 0.005, 0.96, marks=pytest.mark.long),
-        ({"quantization": "none", "kv_cache_dtype": "int8"}, 0.008, 0.95),
+        pytest.param(
+            {"quantization": "none", "kv_cache_dtype": "int8"}, 0.008, 0.95, marks=pytest.mark.long
+        ),
     ],
     ids=["small", "bfloat16", "int8 KV"],
 )

@@ -59,6 +59,7 @@ def generate_forever(llm: Any) -> None:
         llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
 
 
+@pytest.mark.long
 def test_two_engines_share_one_process(
     make_llm: Any, tensor_parallel_llm: Any, random_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,6 +108,7 @@ def test_cuda_ranks_agree_with_one(make_llm: Any, enforce_eager: bool) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 def test_killed_worker_raises_and_leaves_nothing(make_llm: Any, random_model: str) -> None:
     """Rank 0; test_async_llm.py and test_serve.py kill rank 1."""
     llm = make_llm(random_model, tensor_parallel_size=2)
@@ -126,6 +128,7 @@ def test_killed_worker_raises_and_leaves_nothing(make_llm: Any, random_model: st
         llm.shutdown()
 
 
+@pytest.mark.long
 def test_slow_worker_catches_up(make_llm: Any, tensor_parallel_llm: Any, random_model: str) -> None:
     """While a rank is stopped, schedules wait in its pipe; none is overwritten."""
     prompts = [[i + 1] * 60 for i in range(16)]
@@ -147,6 +150,7 @@ def test_slow_worker_catches_up(make_llm: Any, tensor_parallel_llm: Any, random_
     assert token_ids(outputs) == token_ids(expected)
 
 
+@pytest.mark.long
 def test_error_of_a_rank_at_start_is_raised_and_leaves_nothing(
     shared_checkpoint: Callable[..., str], random_model: str
 ) -> None:
@@ -178,6 +182,7 @@ def script(random_model: str) -> str:
     """)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_ctrl_c_and_death_of_the_parent_end_everything(
     random_model: str, tmp_path: Path, number: signal.Signals, to_group: bool
@@ -248,6 +253,7 @@ def test_ranks_sleep_and_get_new_weights(
     assert token_ids(found) == token_ids(expected)
 
 
+@pytest.mark.long
 def test_where_no_process_can_be_started(tmp_path: Path) -> None:
     """A program from standard input, and a daemonic process: an error that says what to do."""
     program = f"""if True:

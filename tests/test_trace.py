@@ -71,3 +71,9 @@ def test_pages_say_what_is_measured(found: Mapping[str, float], page: str) -> No
     assert said is not None
     for number, name in zip(said.groups(), ("generate_executed", "generate_files"), strict=True):
         assert int(number.replace(",", "")) == pytest.approx(found[name], rel=0.1), name
+
+
+def test_an_engine_without_options_has_no_feature(run: Run) -> None:
+    """What an option asks for is imported for it, not before: but for graphs, which shall be."""
+    found = {Path(name).parent.as_posix() for name in run.modules}
+    assert {name for name in found if name.startswith(("features/", "apps"))} <= {"features/graphs"}

@@ -37,7 +37,6 @@ class WireServer:
         self._script = script
         self._loop = asyncio.new_event_loop()
         self.asked: list[Asked] = []
-        self.num_connections = 0
         self.hung_up = threading.Event()
         """Set when a client ends a connection in the middle of an answer."""
 
@@ -72,7 +71,6 @@ class WireServer:
         self._thread.join()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         try:
             while True:
                 asked = await _read(reader)
@@ -147,16 +145,6 @@ def streamed(*steps: tuple[float, Any], cut: int = 0) -> list[Step]:
     ]
 
 
-def text_event(text: str, reason: str | None = None) -> dict[str, Any]:
-    """Return an event of /v1/completions."""
-    return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
-
-
 def chat_event(reason: str | None = None, **delta: Any) -> dict[str, Any]:
     """Return an event of /v1/chat/completions."""
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-
-
-def usage_event(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, Any]:
-    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_output_tokens}
-    return {"choices": [], "usage": usage}

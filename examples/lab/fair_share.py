@@ -5,7 +5,6 @@ the start. Who asks for up to 4096 tokens and gets 20 then waits as if it got 40
 that at the start, too, and gets back what was not used when the request ends.
 
     nanovllm lab check examples.lab.fair_share:FairShare --fair
-    nanovllm lab bench examples.lab.fair_share:FairShare
 """
 
 from nanovllm.core.sequence import Sequence

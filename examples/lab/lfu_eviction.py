@@ -1,7 +1,6 @@
 """An eviction order in one file: least frequently used first, with ageing.
 
 nanovllm lab check examples.lab.lfu_eviction:LeastFrequentlyUsed
-nanovllm lab bench examples.lab.lfu_eviction:LeastFrequentlyUsed
 """
 
 from collections import OrderedDict

@@ -5,7 +5,6 @@ the tree of their prefixes, depth first (Zheng et al., 2024, theorem 3.1). Here 
 change with the cache. So this walks the tree of the prompts: branches go in order of arrival.
 
     nanovllm lab check examples.lab.longest_prefix_first:LongestPrefixFirst
-    nanovllm lab bench examples.lab.longest_prefix_first:LongestPrefixFirst
 """
 
 from nanovllm.core.sequence import Sequence

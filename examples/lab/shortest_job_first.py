@@ -1,7 +1,6 @@
 """A policy in one file: shortest job first, with ageing.
 
 nanovllm lab check examples.lab.shortest_job_first:ShortestFirst
-nanovllm lab bench examples.lab.shortest_job_first:ShortestFirst
 """
 
 from nanovllm.core.sequence import Sequence

@@ -25,22 +25,21 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     default_block_size: ClassVar[int]
+    # Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
+    # batch `lengths` is None, the tensors keep their addresses, and a row of length 0 does nothing.
+    # Several rows may be of one sequence, at consecutive positions, with the same block table: the
+    # KV of the whole batch is stored before any row attends. So a graph needs no rows of several
+    # tokens.
     supports_graph: ClassVar[bool] = False
-    """Whether a CUDA graph can capture `plan` and the attention for rows of one token. In such a
-    batch `lengths` is None, the tensors keep their addresses, and a row of length 0 does nothing.
-    Several rows may be of one sequence, at consecutive positions, with the same block table: the KV
-    of the whole batch is stored before any row attends. So a graph needs no rows of several
-    tokens."""
+    # Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and it
+    # needs no plan.
     supports_recording: ClassVar[bool] = False
-    """Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and
-    it needs no plan."""
+    # Whether no slot past a row's last token is read. If not, those of its last block must hold
+    # finite numbers: see `Schedule.blocks_to_zero`.
     masks_loads: ClassVar[bool] = False
-    """Whether no slot past a row's last token is read. If not, those of its last block must hold
-    finite numbers: see `Schedule.blocks_to_zero`."""
+    # Whether a layer's cache may be a view whose blocks, dimension 1, are not contiguous.
     blocks_lie_apart: ClassVar[bool] = False
-    """Whether a layer's cache may be a view whose blocks, dimension 1, are not contiguous."""
-    sees_both_ways: ClassVar[bool] = False
-    """Whether specs that are not `causal` are supported."""
+    sees_both_ways: ClassVar[bool] = False  # whether specs that are not `causal` are supported
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec

@@ -12,20 +12,18 @@ from nanovllm.kernels.torch_math import NORM_ROUNDED, rms_norm, rotate
 class AttentionOptions:
     """What may differ from plain causal attention."""
 
+    # Whether a token sees no token after it; False: it sees all of its row, which has the whole
+    # prompt.
     causal: bool = True
-    """Whether a token sees no token after it; False: it sees all of its row, which has the whole
-    prompt."""
-    scale: float | None = None
-    """Factor on scores; None: head_dim ** -0.5."""
+    scale: float | None = None  # factor on scores; None: head_dim ** -0.5
+    # A token sees itself and the window - 1 tokens before it; None: all before it.
     window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None: all before it."""
-    softcap: float = 0.0
-    """A score s becomes softcap * tanh(s / softcap); 0.0: it stays."""
+    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0.0: it stays
+    # Whether each query head has a learned logit more in its softmax's denominator.
     sinks: bool = False
-    """Whether each query head has a learned logit more in its softmax's denominator."""
+    # The values are the last value_dim numbers of the keys, which are kept once; None: values are
+    # separate, of head_dim numbers.
     value_dim: int | None = None
-    """The values are the last value_dim numbers of the keys, which are kept once; None: values are
-    separate, of head_dim numbers."""
 
 
 PLAIN = AttentionOptions()
@@ -40,10 +38,8 @@ class AttentionSpec(AttentionOptions):
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    block_size: int | None
-    """Tokens in a KV block; None lets the backend choose."""
-    kv_dtype: torch.dtype | None = None
-    """The KV cache's dtype; None means `dtype`."""
+    block_size: int | None  # tokens in a KV block; None lets the backend choose
+    kv_dtype: torch.dtype | None = None  # the KV cache's dtype; None means `dtype`
 
     @property
     def quantized_kv(self) -> bool:
@@ -63,25 +59,21 @@ class QKNormRope(NamedTuple):
     Each step's result is rounded to the dtype.
     """
 
+    # [head_dim]; None: no RMSNorm. Queries and keys have one both, or none both.
     q_weight: torch.Tensor | None
-    """[head_dim]; None: no RMSNorm. Queries and keys have one both, or none both."""
-    k_weight: torch.Tensor | None
-    """[head_dim]; also None where the layer has no keys."""
+    k_weight: torch.Tensor | None  # [head_dim]; also None where the layer has no keys
     eps: float
+    # [positions, rotary_dim] float32: cosines, then sines, for the pairs (i, i + rotary_dim / 2) of
+    # a head's first rotary_dim numbers.
     cos_sin: torch.Tensor
-    """[positions, rotary_dim] float32: cosines, then sines, for the pairs (i, i + rotary_dim / 2)
-    of a head's first rotary_dim numbers."""
-    kind: int = NORM_ROUNDED
-    """One of the NORM constants of kernels/torch_math.py."""
-    after_rotation: bool = False
-    """Whether the norm comes after the rotation instead of before."""
+    kind: int = NORM_ROUNDED  # one of the NORM constants of kernels/torch_math.py
+    after_rotation: bool = False  # whether the norm comes after the rotation instead of before
+    # Whether the pairs are (2i, 2i + 1) instead. The rotated queries and keys have them at (i, i +
+    # rotary_dim / 2): scores are the same.
     interleaved: bool = False
-    """Whether the pairs are (2i, 2i + 1) instead. The rotated queries and keys have them at
-    (i, i + rotary_dim / 2): scores are the same."""
-    v_norm: bool = False
-    """Whether values get an RMSNorm without weight."""
+    v_norm: bool = False  # whether values get an RMSNorm without weight
+    # [positions] float32: the factor on a rotated query, by its position; None: no factor.
     q_scale: torch.Tensor | None = None
-    """[positions] float32: the factor on a rotated query, by its position; None: no factor."""
 
     def apply(
         self, qkv: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec

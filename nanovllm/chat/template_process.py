@@ -49,7 +49,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
-        from nanovllm.utils.forked import call_in_forked  # the process itself does without
+        from nanovllm.utils.process import call_in_forked  # the process itself does without
 
         call_in_forked(self._let_go)
 

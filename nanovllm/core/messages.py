@@ -7,11 +7,13 @@ its `table_idx` and carries, besides its rows, only what changed since the previ
 import dataclasses
 from typing import Any, NamedTuple
 
-from nanovllm.core.transfers import Loaded, Transfers
 from nanovllm.options.sampling_params import SamplingParams
 
 Extras = dict[str, Any]
 """What features have to say, by name: plain values. None where none has anything to say."""
+HOST = "host"
+STORE = "store"
+"""The tiers that keep copies of entries: host memory, in slots of one page each; a byte store."""
 MAX_SAMPLES = 256
 """Drafts are added to a step up to so many positions that sample: logits take memory."""
 
@@ -20,21 +22,17 @@ class AdapterSlot(NamedTuple):
     """A LoRA adapter, and the slot that holds it on the workers while its sequences run."""
 
     slot: int  # -1 before the first admission
-    path: str
-    digest: str
-    """Of the adapter's files, in hexadecimal. A worker loads `path` if its slot holds another."""
+    path: str  # a worker loads it if its slot holds another digest
+    digest: str  # of the adapter's files, in hexadecimal
 
 
 class InputSpan(NamedTuple):
     """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
 
-    start: int
-    """Position of the first."""
+    start: int  # position of the first
     length: int
-    digest: bytes
-    """Of what they stand for, 32 bytes: other digests, other prefixes."""
-    offset: int = 0
-    """Of the first in what they stand for, if that has several spans."""
+    digest: bytes  # of what they stand for, 32 bytes: other digests, other prefixes
+    offset: int = 0  # of the first in what they stand for, if that has several spans
 
 
 class Admission(NamedTuple):
@@ -45,21 +43,16 @@ class Admission(NamedTuple):
 
     seq_id: int
     table_idx: int
-    token_ids: list[int]
-    """All tokens known so far: the prompt and the generated tokens."""
+    token_ids: list[int]  # all that are known: the prompt and the generated tokens
     num_prompt_tokens: int
     block_ids: list[int]
     params: SamplingParams
     seed: int
-    stop_token_ids: frozenset[int]
-    """Tokens that end the sequence; they must not be sampled before params.min_tokens."""
-    bad_words: tuple[tuple[int, ...], ...]
-    """params.bad_words as token ids."""
+    stop_token_ids: frozenset[int]  # not to be sampled before params.min_tokens
+    bad_words: tuple[tuple[int, ...], ...]  # params.bad_words as token ids
     adapter: AdapterSlot | None = None
-    extras: Extras | None = None
-    """What features know of the sequence: see `Sequence.extras`."""
-    rope_offset: int = 0
-    """Added to the position of each token, to find its angles."""
+    extras: Extras | None = None  # what features know of the sequence: see `Sequence.extras`
+    rope_offset: int = 0  # added to the position of each token, to find its angles
 
 
 class NewBlocks(NamedTuple):
@@ -85,6 +78,39 @@ class PageCopy(NamedTuple):
     targets: list[int]
 
 
+class TierEntry(NamedTuple):
+    """An entry of the prefix cache (a KV block, a window block or a state snapshot) in a tier."""
+
+    tier: str  # `HOST` or `STORE`
+    key: bytes
+    pages: list[int]  # of the pool, in the entry's order
+    slots: list[int]  # of host memory: slots[i] is the copy of pages[i]; empty for a store
+
+
+class Load(NamedTuple):
+    """Entries that a sequence waits for. They are copied from their tiers to the pool's pages."""
+
+    load_id: int
+    parts: list[TierEntry]  # in the order in which they are needed
+
+
+class Transfers(NamedTuple):
+    """What a step moves, in the order of the fields, before its copies, zeroing and rows."""
+
+    released: list[int]  # about to be reused: their writes and loads end, or are given up, first
+    stores: list[TierEntry]  # to host: copied before all else; to a store: queued for writing
+    loads: list[Load]  # they begin now, and a later step's result says that they have ended
+    awaited: bool = False  # the step has no rows, and ends when the oldest load has ended
+
+
+class Loaded(NamedTuple):
+    """How a load ended."""
+
+    load_id: int
+    num_parts: int  # how many of its first parts are right: on all ranks, in a result
+    seconds: float  # from the begin of its first part to the end of its last
+
+
 class Row(NamedTuple):
     """One sequence's part of a step.
 
@@ -95,8 +121,7 @@ class Row(NamedTuple):
     table_idx: int
     num_computed_tokens: int
     num_scheduled_tokens: int
-    samples: bool
-    """Whether the row reaches the sequence's end, so that its last hidden state gives a token."""
+    samples: bool  # whether its last hidden state gives a token: it reaches the sequence's end
     num_draft_tokens: int = 0
     """How many of the row's last tokens are drafts. The worker proposes at most as many, and
     verifies them in this step. Before them the row has one token, known or pending."""
@@ -135,12 +160,10 @@ class Schedule:
     inf that an earlier sequence left there must go.
     """
     new_tokens: list[NewTokens] = dataclasses.field(default_factory=list)
-    may_draft: bool = False
-    """Whether rows may have drafts. The durations of such a step are measured."""
+    may_draft: bool = False  # whether rows may have drafts: the step's durations are measured
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     """Made one after the other, before blocks are zeroed and before the rows."""
-    transfers: Transfers | None = None
-    """What the step moves between the pool and the tiers below it; None: nothing."""
+    transfers: Transfers | None = None  # between the pool and the tiers below it
 
     @property
     def num_tokens(self) -> int:
@@ -152,8 +175,7 @@ class TokenLogprobs(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
-    """Rank of the actual token in the whole vocabulary; 1 is the most likely."""
+    rank: int  # rank of the actual token in the whole vocabulary; 1 is the most likely
 
 
 class FinishInfo(NamedTuple):
@@ -167,19 +189,14 @@ class FinishInfo(NamedTuple):
 class RowDetails(NamedTuple):
     """What the result of a row has besides its tokens."""
 
-    num_draft_tokens: int = 0
-    """How many drafts were proposed."""
-    finish_info: FinishInfo | None = None
-    """Why the row got no token."""
-    jump_forward: list[int] | None = None
-    """Tokens that the sequence's grammar forces after the sampled ones."""
+    num_draft_tokens: int = 0  # that were proposed
+    finish_info: FinishInfo | None = None  # why the row got no token
+    jump_forward: list[int] | None = None  # what its grammar forces after the sampled tokens
     logprobs: list[TokenLogprobs] | None = None
     """With params.logprobs: those of the row's tokens, in order. There may be more of them, of
     samples after a rejected draft."""
-    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None
-    """With params.prompt_logprobs: (position, log-probabilities) of prompt tokens."""
-    extras: Extras | None = None
-    """What features found out about the row's tokens."""
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # with their positions
+    extras: Extras | None = None  # what features found out about the row's tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,9 +209,7 @@ class StepResult:
     does not sample, or failed."""
     details: dict[int, RowDetails] = dataclasses.field(default_factory=dict)
     """By sequence id, of the rows that have any: in most steps none."""
-    seconds: float = 0.0
-    """Duration of the step without proposing; 0.0 if the step may not draft."""
-    draft_seconds: float = 0.0
-    """Duration of proposing."""
+    seconds: float = 0.0  # of the step without proposing; 0.0 if the step may not draft
+    draft_seconds: float = 0.0  # of proposing
     loaded: list[Loaded] = dataclasses.field(default_factory=list)
     """The loads from tiers that had ended when the step was launched."""

@@ -156,10 +156,8 @@ class Sequence:
         )
 
     def next_row(self, num_scheduled: int, *, is_last: bool) -> Row:
-        """Return a row of the next tokens, and count them as computed.
-
-        Args:
-            is_last: whether none is missing then, so that a token may be sampled.
+        """Return a row of the next tokens, and count them as computed. If it `is_last`, none is
+        missing then, so that a token may be sampled.
         """
         assert self.table_idx is not None
         samples = is_last and self.generates
@@ -206,10 +204,7 @@ class Sequence:
                 output.finish_reason = "length"
 
     def jump_forward(self, tokens: list[int]) -> None:
-        """Append tokens that no step has sampled.
-
-        They are known tokens like those of a prompt: the next step computes them as one chunk.
-        """
+        """Append tokens that no step has sampled: the next one computes them as one chunk."""
         num_known = len(self.token_ids)
         self.append(tokens)
         if self.table_idx is not None:  # else its next admission brings all tokens

@@ -51,7 +51,7 @@ class Detokenizer:
         if not (skip_special_tokens or spaces_between_special_tokens):
             added = tokenizer.get_added_tokens_decoder()
             self._added_tokens = {token_id: token.content for token_id, token in added.items()}
-        self._stops = StopStrings(stop, include=include_stop)
+        self._stops = StopStrings(stop, include=include_stop) if stop else _NO_STOPS
         self._marked = {i: tokenizer.decode([i], skip_special_tokens=False) for i in marked}
         self._token_ids: list[int] = []
         self._num_read = 0  # tokens whose text is in self.text; the rest is part of a character
@@ -70,10 +70,8 @@ class Detokenizer:
         return self._text.read(max(0, end - start))
 
     def add(self, token_id: int, *, search: bool = True) -> bool:
-        """Append a token; return whether a stop string is now complete, which ends the text.
-
-        Args:
-            search: False to ignore stop strings that this token completes, now and later.
+        """Append a token; return whether a stop string is now complete, which ends the text. With
+        search=False, what this token completes is ignored for good.
         """
         if token_id in self._skipped:
             return False
@@ -102,10 +100,8 @@ class Detokenizer:
             self._write(whole)
 
     def finish(self, *, search: bool = True) -> bool:
-        """Add the rest of the text: an incomplete character at the end becomes U+FFFD.
-
-        Returns:
-            Whether a stop string is complete.
+        """Add the rest of the text, where an incomplete character becomes U+FFFD; return whether a
+        stop string is complete.
         """
         if self.stop_string is None and self._num_read < len(self._token_ids):
             num_searched = self.num_chars
@@ -184,11 +180,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=skip)
 
     def _find_stop(self, num_searched: int) -> bool:
-        """Cut the text at the stop string that is complete first; return whether there is one.
-
-        Args:
-            num_searched: length of the text that was searched before.
-        """
+        """Cut the text at the stop string that is complete first; return whether there is one."""
         found = self._stops.find(self.read, num_searched, self.num_chars)
         if found is None:
             return False
@@ -198,29 +190,21 @@ class Detokenizer:
 
 
 class StopStrings:
-    """The stop strings of one output.
-
-    Args:
-        include: whether the text keeps the stop string that ended it.
-    """
+    """The stop strings of one output; `include` keeps the one that ended it."""
 
     def __init__(self, stop: Seq[str], *, include: bool) -> None:
         self._places = {string: place for place, string in reversed(list(enumerate(stop)))}
         self._lengths = sorted({len(string) for string in stop}, reverse=True)
         self._include = include
+        # The last characters of the text, in which a stop string may begin:
         self.num_held_back = 0 if include else max(self._lengths, default=1) - 1
-        """Number of last characters of the text in which a stop string may begin."""
 
     def find(
         self, read: Callable[[int, int], str], num_searched: int, num_chars: int
     ) -> tuple[str, int] | None:
         """Return the stop string that is complete first, and where the text ends then. Of several
-        that end together it is the first listed.
-
-        Args:
-            read: returns the characters of the text between two places.
-            num_searched: length of the text that was searched before.
-            num_chars: length of the text.
+        that end together it is the first listed. `read` returns the characters between two places;
+        of `num_chars`, `num_searched` were searched before.
         """
         if not self._lengths:
             return None
@@ -232,3 +216,6 @@ class StopStrings:
                 stop = min(found, key=self._places.__getitem__)
                 return stop, first + (end if self._include else end - len(stop))
         return None
+
+
+_NO_STOPS = StopStrings((), include=False)

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from nanovllm.core.windows import pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, pages_for
 from nanovllm.outputs import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.scheduler.scheduler import Scheduler
 

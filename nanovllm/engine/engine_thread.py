@@ -1,21 +1,27 @@
-"""`EngineThread`: the one thread that calls an engine, for `LLM` and for `AsyncLLM`."""
+"""`EngineThread`: the one thread that calls an engine, for `LLM` and for `AsyncLLM`.
+
+`FairExecutor` has the threads that make requests.
+"""
 
 import contextlib
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
-from nanovllm.engine.commands import Result, fulfil, run_logged
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, run_logged
 from nanovllm.engine.reader import AnyReader, Item, send
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError, NanoVLLMError, log_failure
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class EngineThread(threading.Thread):
@@ -25,8 +31,8 @@ class EngineThread(threading.Thread):
     between steps. So a signal never interrupts the engine, only those that wait for it.
 
     An exception in a step ends the requests that have readers, which get it; one in ending a
-    request is logged. If requests cannot be ended, the thread ends, and tells every reader.
-    `BaseException` is caught, because a panic of a Rust library is no `Exception`.
+    request is logged. If requests cannot be ended, the thread ends and tells every reader.
+    A panic of a Rust library is a `BaseException` and no `Exception`.
 
     Args:
         owner: the class that made it, for errors.
@@ -66,19 +72,16 @@ class EngineThread(threading.Thread):
         self.engine.check_health()
 
     def stop(self) -> None:
-        """End the thread and the engine, and wait for that, unless it is this thread that calls.
-
-        May be called again. The garbage collector and the exit of Python may call it, too.
+        """End the thread and the engine; wait for that, unless this thread calls. May be called
+        again, also by the garbage collector and at Python's exit.
         """
         self.inbox.put(None)
         if self is not threading.current_thread():
             self.join()
 
     def submit(self, command: Callable[[], Result]) -> Future[Result]:
-        """Make the thread run `command` between two steps; return its result, which comes after
-        the outputs that it delivers.
-
-        Once the thread has ended, the command runs here, and the engine raises EngineDeadError.
+        """Run `command` in the engine's thread between two steps; its result comes after the
+        outputs that it delivers. Once that thread has ended it runs here, on a dead engine.
 
         Raises:
             EngineDeadError: the engine was made before this process was forked.
@@ -89,7 +92,7 @@ class EngineThread(threading.Thread):
         return done
 
     def call(self, command: Callable[[], Result]) -> Result:
-        """Do the same, wait, and return the result. A signal may interrupt the wait anywhere; the
+        """Submit a command and return its result. A signal may interrupt the wait anywhere; the
         command runs all the same.
         """
         done = Future[Result]()
@@ -109,9 +112,8 @@ class EngineThread(threading.Thread):
         self._put(partial(fulfil, done, partial(self._deliver_after, command)))
 
     def post(self, command: Callable[[], object]) -> None:
-        """Do the same for a caller who does not wait, in any thread and at any moment: the garbage
-        collector is one. An error is logged. Nothing happens in a forked process, and once the
-        engine was shut down.
+        """Submit a command whose error is logged, from any thread at any moment: the garbage
+        collector is one. Ignored in a forked process, and once the engine was shut down.
         """
         if not self.engine.is_shut_down and self.engine.owner.is_this:
             self._put(partial(run_logged, command))
@@ -161,10 +163,8 @@ class EngineThread(threading.Thread):
                 self._drain_inbox()
 
     def _run_commands(self) -> bool:
-        """Run the submitted commands; wait for one while there is no step to run.
-
-        Returns:
-            False if the thread must stop.
+        """Run the submitted commands; wait for one while there is no step to run. Return False if
+        the thread must stop.
         """
         engine = self.engine
         while True:
@@ -212,4 +212,47 @@ class EngineThread(threading.Thread):
         readers, self.readers = self.readers, {}
         self._deliveries += [(reader, error) for reader in readers]
         self._deliver_all()
-        self.engine.abort_all(readers.values())
+        for request_id in readers.values():
+            run_logged(partial(self.engine.abort, request_id))
+
+
+class FairExecutor:
+    """Runs functions in threads, in which users take turns: a job waits for its user's earlier
+    jobs, which begin in order, and for one job of each other user between any two of those.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        # By user; the users in the order of their turns. None has no job.
+        self._jobs: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+
+    def submit(self, user: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run a function when it is its user's turn. RuntimeError: the executor was shut down."""
+        future: Future[Result] = Future()
+        with self._lock:
+            self._pool.submit(self._run_next)
+            self._jobs.setdefault(user, deque()).append((future, partial(function, *args)))
+        return future
+
+    def shutdown(self) -> None:
+        """Take no more jobs. Those that were submitted still run; this does not wait for them."""
+        self._pool.shutdown(wait=False)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            user = next(iter(self._jobs))
+            jobs = self._jobs.pop(user)
+            future, function = jobs.popleft()
+            if jobs:
+                self._jobs[user] = jobs  # after the others
+        fulfil(future, function)
+
+
+def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
+    """Give a future what a function returns or raises. If it was cancelled, do nothing."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            future.set_exception(error)

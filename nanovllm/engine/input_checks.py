@@ -14,11 +14,8 @@ from nanovllm.loading.tokenizer import TokenBound, token_bound
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import as_class, check_int, did_you_mean, shown
 
-_SLICE_CHARS = 8
-"""Characters for each token of max_model_len in the first slice of a long prompt: most texts have
-fewer."""
-_UNSETTLED_TOKENS = 256
-"""Tokens at the end of a slice that the text after it may change; in truth these are a few."""
+_SLICE_CHARS = 8  # for each token of max_model_len in the first slice: most texts have fewer
+_UNSETTLED_TOKENS = 256  # at the end of a slice: more than the text after it may change
 
 
 def check_unicode(what: str, text: str) -> None:
@@ -30,11 +27,7 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def check_names(request_id: str | None, user: str | None) -> None:
-    """Check the names that a caller gives to a request and to its user.
-
-    Raises:
-        InvalidRequestError: one is not a string.
-    """
+    """Raise InvalidRequestError if the name of a request or of its user is not a string."""
     if not (user is None or isinstance(user, str)):
         raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
     if not (request_id is None or isinstance(request_id, str)):
@@ -44,11 +37,7 @@ def check_names(request_id: str | None, user: str | None) -> None:
 
 
 def check_priority(priority: int | None) -> int:
-    """Return a request's priority; None is 0.
-
-    Raises:
-        InvalidRequestError: it is not a 32-bit integer.
-    """
+    """Return a request's priority, a 32-bit integer; None is 0."""
     priority = 0 if priority is None else priority
     return check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
 
@@ -66,21 +55,16 @@ def no_adapters(lora_request: object) -> None:
 class ParamsCheck:
     """Checks sampling parameters against the model and the options of an engine."""
 
-    has_tokenizer: bool
-    """Whether the engine knows text."""
+    has_tokenizer: bool  # whether the engine knows text
     vocab_size: int
-    max_logprobs: int = -1
-    """Most log-probabilities for each token; -1 is the size of the vocabulary."""
-    in_process: bool = True
-    """Whether the model runs in this process, and can call logits processors."""
+    max_logprobs: int = -1  # for each token; -1 is the size of the vocabulary
+    in_process: bool = True  # whether the model runs here, and can call logits processors
+    # `LogitsRule.check` of the user's rules, by name.
     rules: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
-    """`LogitsRule.check` of the user's rules, by name."""
 
     def check(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the size of the vocabulary for a logprobs of -1.
-
-        Raises:
-            InvalidRequestError: this checkpoint or engine does not support a parameter.
+        """Return the parameters as this engine takes them. InvalidRequestError: this checkpoint or
+        engine does not support one.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -117,14 +101,12 @@ class ParamsCheck:
                 raise InvalidRequestError(
                     f"{name} holds token {max(token_ids)}; this model's last is {last}"
                 )
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return params
         return self._bound_logprobs(params)
 
     def _extra_arg(self, name: str, value: Any) -> Any:
-        """Return a value of extra_args as its rule takes it.
-
-        Raises:
-            InvalidRequestError: there is no such rule, or it refuses the value.
-        """
+        """Return a value of extra_args as its rule takes it."""
         if name not in self.rules:
             hint = did_you_mean(name, self.rules)
             if not self.rules:
@@ -139,11 +121,7 @@ class ParamsCheck:
             raise InvalidRequestError(f"extra_args: {name} {shown(value)}: {reason}") from error
 
     def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the size of the vocabulary for a logprobs of -1.
-
-        Raises:
-            InvalidRequestError: more are requested than max_logprobs.
-        """
+        """Return `params` with the size of the vocabulary for a logprobs of -1."""
         limit = self.vocab_size if self.max_logprobs == -1 else self.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             given = getattr(params, name)
@@ -186,10 +164,7 @@ class PromptLimit:
             size *= 2
 
     def exceeded(self, num_tokens: str) -> PromptTooLongError:
-        """Return the error for a prompt of so many tokens.
-
-        Clients shorten a conversation where an error says "prompt is too long".
-        """
+        """Return the error for so many tokens. On "prompt is too long" clients shorten a chat."""
         room = f"allows {self.most} prompt tokens plus one output token" * self.generates
         return PromptTooLongError(
             f"the prompt is too long: {num_tokens} tokens; max_model_len {self.max_model_len} "
@@ -206,14 +181,7 @@ class PromptLimit:
             )
 
     def checked_tokens(self, token_ids: Seq[Any], kept: int | None) -> list[int]:
-        """Return the token ids of a prompt, all of them tokens of the model.
-
-        Args:
-            kept: truncate_prompt_tokens.
-
-        Raises:
-            InvalidRequestError: there are none or too many, or one is not a token.
-        """
+        """Return the last `kept` token ids of a prompt, which must be the model's and fit."""
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
         last = self.last
@@ -246,7 +214,5 @@ class PromptLimit:
 
     @cached_property
     def bound(self) -> TokenBound | None:
-        """What a text's length says of its tokens. The first call takes a microsecond a token of
-        the vocabulary.
-        """
+        """What a text's length says of its tokens; made in a microsecond a token."""
         return None if self.tokenizer is None else token_bound(self.tokenizer)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
 
-NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-"""Of a request that is pooled."""
+NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # if it is pooled
 
 
 class InputProcessor:
@@ -92,10 +91,9 @@ class InputProcessor:
 
         Args:
             params: PoolingParams ask for a vector in place of tokens.
-            priority: lower values go first; within one, users take turns, and then earlier
-                arrivals go first.
+            priority: lower values go first; see `FairPolicy`.
             request_id: the caller's own id; None lets the engine count.
-            user: whose request it is, see `FairPolicy`; None counts as a user, too.
+            user: whose request it is; None counts as a user, too.
             lora_request: the adapter to use; None is the model alone.
 
         Raises:
@@ -113,7 +111,7 @@ class InputProcessor:
             assert not isinstance(form, dict)
             self.grammars.compile(form)
         token_ids = self._tokenize(prompt, params)
-        bad_words = self._encode_bad_words(params.bad_words)
+        bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None
@@ -140,15 +138,10 @@ class InputProcessor:
     def make_requests(
         self, prompts: Any, params: Any, priority: Any, lora_request: Any
     ) -> list[Request]:
-        """Return a request for each prompt of `LLM.generate`.
-
-        Args:
-            params, priority, lora_request: each is one for all prompts, or a list with one for
-                each.
+        """Return a request for each prompt of `LLM.generate`, of values for all or for each.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter is invalid; the message has the prompt's
-                index.
+            InvalidRequestError: as `make_request`, with the prompt's index.
         """
         found: list[PromptInput] = as_list(prompts)
         all_params = one_for_each("sampling_params", params, len(found))
@@ -181,8 +174,8 @@ class InputProcessor:
         """What knows of vectors and scores.
 
         Raises:
-            CheckpointError: the checkpoint's files about them are invalid or ask for what is not
-                supported, and the model does nothing else.
+            CheckpointError: the checkpoint's files about them are invalid or unsupported, and the
+                model does nothing else.
             InvalidRequestError: the same of a model that generates.
         """
         with self._lock:
@@ -199,11 +192,7 @@ class InputProcessor:
 
     @property
     def chat(self) -> "ChatTemplates":
-        """What renders conversations.
-
-        Raises:
-            InvalidRequestError: the model generates nothing.
-        """
+        """What renders conversations, if the model generates."""
         self._require_generation()
         return self.templates
 
@@ -218,15 +207,12 @@ class InputProcessor:
             return self._chat
 
     def shutdown(self) -> None:
-        """End the process that renders conversations. It is started again when needed."""
+        """End the process that renders conversations, until it is needed again."""
         if self._chat is not None:
             self._chat.shutdown()
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            rendered: as in `Prompt`.
+        """Return the token ids of a text. `rendered` is that of a `Prompt`.
 
         Raises:
             InvalidRequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
@@ -236,11 +222,7 @@ class InputProcessor:
         return self._encode(without, text, add_special_tokens=not rendered)
 
     def _encode(self, without: str, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the text's token ids: all of them are tokens of the model.
-
-        Args:
-            without: what to say of an engine without a tokenizer.
-        """
+        """Return the text's token ids. `without` is said of an engine without a tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequestError(f"this engine has no tokenizer, so {without}")
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -250,11 +232,7 @@ class InputProcessor:
     def _with_pooling(
         self, params: SamplingParams | PoolingParams | None, prompt: PromptInput
     ) -> tuple[SamplingParams, PromptInput, PoolingParams | None]:
-        """Return the sampling parameters of a request, its prompt, and how it is pooled, if it is.
-
-        Raises:
-            InvalidRequestError: as for `PoolingRequests.complete`, or the model only makes vectors.
-        """
+        """Return a request's sampling parameters, its prompt, and how it is pooled, if it is."""
         if isinstance(params, PoolingParams):
             prompt, pooling = self.pooling.complete(params, make_prompt(prompt))
             return NO_OUTPUT, prompt, pooling
@@ -290,12 +268,8 @@ class InputProcessor:
         return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences to forbid for `words`.
-
-        Each word is encoded as it stands and after a space: the tokens differ, also in number.
-
-        Raises:
-            InvalidRequestError: a word is too long or not valid Unicode, or there is no tokenizer.
+        """Return the token sequences to forbid for `words`, each as it stands and after a space:
+        the tokens differ, also in number.
         """
         found = []
         for word in words:

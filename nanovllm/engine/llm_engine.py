@@ -9,14 +9,13 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.sequence import Sequence
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.commands import run_logged
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.prompt import PromptInput
@@ -30,18 +29,13 @@ from nanovllm.parallel.executor import Executor, Future
 from nanovllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.engine.observer import Observer
-    from nanovllm.features.observe.profile import Profile
     from nanovllm.features.training.control import WeightControl
 
 logger = logging.getLogger(__name__)
 
 
 class OwnerProcess:
-    """The process that makes this object.
-
-    An engine's threads, worker processes and GPU stay with it.
-    """
+    """The process that makes this object: an engine's threads, ranks and GPU stay with it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -60,6 +54,39 @@ class OwnerProcess:
             )
 
 
+class Observer:
+    """Is told what an engine does, in its thread. By default it does nothing.
+
+    `LLMEngine.observers` holds those that listen; one may be added or removed between two steps.
+    They change nothing that they are given. A loop of the engine may launch one step and take the
+    result of an earlier one; in this process on a CPU both are the same step.
+    """
+
+    def add_request(self, request: Request) -> None:
+        """Note a request that was queued."""
+
+    def end(self, seq: Sequence) -> None:
+        """Note that a sequence has finished; called once for each."""
+
+    def begin_step(self) -> None:
+        """Note that the engine's loop begins."""
+
+    def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
+        """Note a step that was scheduled, and is launched next. Its blocks are allocated."""
+
+    def launched(self, schedule: Schedule) -> None:
+        """Note that the step was launched; in this process on a CPU it is computed by then."""
+
+    def waited(self, result: StepResult) -> None:
+        """Note that a step's tokens have come. The sequences do not have them yet."""
+
+    def end_step(self, scheduler: Scheduler) -> None:
+        """Note that the engine's loop has ended, without an error. Sequences have their tokens."""
+
+    def close(self) -> None:
+        """Note that the engine ends. May be called again."""
+
+
 @dataclass(eq=False, repr=False)
 class LLMEngine:
     """Continuous batching over one model, for one thread: `EngineThread` sees to that.
@@ -74,15 +101,10 @@ class LLMEngine:
     input_processor: InputProcessor
     output_processor: OutputProcessor
     _: KW_ONLY
-    generation_config: Mapping[str, Any]
-    """The sampling parameters that are recommended for the model."""
-    load_tokenizer: Callable[[], Any]
-    """Returns the checkpoint's transformers tokenizer, None if it has none. The engine itself does
-    not need it."""
-    observers: "list[Observer]"
-    """Those that are told of each request and step."""
-    queue_depth: int
-    """How many more steps to launch before the oldest step's tokens are known; 0 waits for each."""
+    generation_config: Mapping[str, Any]  # the sampling parameters recommended for the model
+    load_tokenizer: Callable[[], Any]  # returns the checkpoint's transformers tokenizer, or None
+    observers: list[Observer]
+    queue_depth: int  # how many more steps to launch before the oldest one's tokens are known
 
     def __post_init__(self) -> None:
         self.stats = self.scheduler.stats
@@ -96,15 +118,12 @@ class LLMEngine:
         self.is_paused = False  # requests are queued, and no step is launched
         self._held: list[Request] | None = None  # not queued yet; None: new requests are
         self.weights: WeightControl | None = None  # made when weights first change, or sleep
-        self.profile: Profile | None = None  # made when one is first asked for
+        self.profile: tuple[str, Observer] | None = None  # the begin of its files' names, its trace
 
     def add_request(
         self, prompt: PromptInput, params: SamplingParams | None = None, **options: Any
     ) -> int | str:
-        """Queue a request and return its id; arguments and errors are those of `make_request`.
-
-        `step` returns its outputs: each step's delta with stream=True, otherwise one at the end.
-        """
+        """Queue a request whose outputs `step` returns; return its id. See `make_request`."""
         request = self.input_processor.make_request(prompt, params, **options)
         self.queue(request)
         return request.request_id
@@ -112,10 +131,7 @@ class LLMEngine:
     def queue(
         self, request: Request, deliver: Callable[[RequestOutput], object] | None = None
     ) -> None:
-        """Queue a request that `input_processor.make_request` made.
-
-        Args:
-            deliver: receives the request's outputs; None lets `step` return them.
+        """Queue a request, whose outputs `deliver` gets; None lets `step` return them.
 
         Raises:
             InvalidRequestError: its id is that of a running request, or no request can run now.
@@ -156,14 +172,12 @@ class LLMEngine:
         self._held = None
 
     def step(self) -> list[RequestOutput]:
-        """Do `run_step` and return the outputs of requests without `deliver`."""
+        """Run a step and return the outputs of requests without `deliver`."""
         self.run_step()
         return self.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return the outputs of requests without `deliver` that were not returned yet. The one
-        method that any thread may call.
-        """
+        """Return the outputs of requests without `deliver` not returned yet, to any thread."""
         return [self._outputs.popleft() for _ in range(len(self._outputs))]
 
     def run_step(self) -> None:
@@ -173,9 +187,9 @@ class LLMEngine:
         than `queue_depth` steps are in flight, or nothing was launched.
 
         Raises:
-            EngineDeadError: the engine is down, or ends in this step. After another error of a
-                worker, the requests of the failed step and of later ones in flight are queued
-                again. After an error in making one request's output, the others have got theirs.
+            EngineDeadError: the engine is down, or ends in this step. After another error the
+                requests of the failed step and of later ones in flight are queued again. After an
+                error in making one request's output, the others have got theirs.
         """
         self.owner.check()
         if self.is_shut_down:
@@ -191,11 +205,7 @@ class LLMEngine:
                 observer.end_step(self.scheduler)
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
-        """End a request and return its output that was not sent yet; None if it is not running.
-
-        The output is also delivered, if the request has a `deliver`. After a PluginError no
-        request runs.
-        """
+        """End a request; deliver and return its output not sent yet, None if it is not running."""
         request = self.output_processor.requests.get(request_id)
         if request is None or self._has_failed:
             return None
@@ -212,31 +222,23 @@ class LLMEngine:
             request.deliver(output)
         return output
 
-    def abort_all(self, request_ids: Iterable[int | str]) -> None:
-        """Abort requests; an error in one is logged, and the others are aborted too."""
-        for request_id in request_ids:
-            run_logged(partial(self.abort, request_id))
-
     def run_last_steps(self) -> None:
-        """Run remaining steps after the last sequence finishes, unless the engine is paused.
+        """Run remaining steps after the last sequence finishes, unless the engine is paused. With a
+        byte store below the pool, one of them begins to write what the last request left.
 
         An error is logged: the callers have their outputs.
-
-        With a byte store below the pool, one of them begins to write what the last request left.
         """
         try:
             # If steps are in flight, the first calls end them.
-            while self.scheduler.num_unfinished and not (self.has_sequences or self.is_paused):
+            scheduler = self.scheduler
+            while scheduler.num_unfinished and not (
+                scheduler.running or scheduler.num_waiting or self.is_paused
+            ):
                 self.run_step()
         except EngineDeadError:  # those who need the engine are told
             logger.debug("the engine ended before the step after the last request")
         except Exception as error:
             log_failure(logger, error, "the step after the last request failed")
-
-    @property
-    def has_sequences(self) -> bool:
-        """Whether a sequence is unfinished."""
-        return bool(self.scheduler.running or self.scheduler.num_waiting)
 
     def finish_steps(self) -> None:
         """Process the steps in flight of a paused engine."""
@@ -266,20 +268,15 @@ class LLMEngine:
             return self.scheduler.block_manager.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
-        """Return the engine's counts since its start, and its load now, by vLLM's names.
-
-        A request is here one continuation, as in vLLM. Counts of drafts are there only with
-        speculation.
-        """
+        """Return the engine's counts and its load by vLLM's names, which count continuations."""
         from nanovllm.engine.engine_metrics import read_metrics
 
         num_held = sum(bool(request.unqueued) for request in self._held or ())
         return read_metrics(self.scheduler, num_held)
 
     def shutdown(self) -> None:
-        """End the workers and free the model. May be called again.
-
-        Garbage collection of the engine and the exit of Python do the same.
+        """End the workers and free the model, as garbage collection and Python's exit do. May be
+        called again.
         """
         self.input_processor.shutdown()
         self._finalizer()
@@ -308,7 +305,10 @@ class LLMEngine:
             return False
         try:
             # Before execute(), which computes the whole step if it runs in this process.
-            self._set_first_scheduled_times(schedule)
+            for admission in schedule.admissions:
+                request = self.output_processor.request_of(admission.seq_id)
+                if request is not None and request.first_scheduled_time is None:
+                    request.first_scheduled_time = time.monotonic()
             for observer in self.observers:
                 observer.scheduled(schedule, self.scheduler)
             future = self.executor.execute(schedule)
@@ -321,17 +321,9 @@ class LLMEngine:
             observer.launched(schedule)
         return True
 
-    def _set_first_scheduled_times(self, schedule: Schedule) -> None:
-        for admission in schedule.admissions:
-            request = self.output_processor.request_of(admission.seq_id)
-            if request is not None and request.first_scheduled_time is None:
-                request.first_scheduled_time = time.monotonic()
-
     def _process_oldest_step(self, start: float) -> None:
-        """Wait for the oldest step in flight, process its tokens and deliver the outputs.
-
-        Args:
-            start: time.perf_counter() when `run_step` began.
+        """Wait for the oldest step in flight, process its tokens and deliver the outputs. `start`
+        is when `run_step` began.
         """
         schedule, future = self._in_flight[0]
         try:
@@ -392,9 +384,17 @@ class LLMEngine:
             self.scheduler.add(request.unqueued.pop(0))
 
 
-def _shut_down(executor: Executor, observers: "list[Observer]", owner: OwnerProcess) -> None:
+def _shut_down(executor: Executor, observers: list[Observer], owner: OwnerProcess) -> None:
     """End the workers and the observers, unless this process was forked: they are its parent's."""
     if owner.is_this:
         executor.shutdown()
         for observer in observers:
             observer.close()
+
+
+def run_logged(command: Callable[[], object]) -> None:
+    """Run a command; log what it raises, so that neither the thread nor the next command fails."""
+    try:
+        command()
+    except BaseException as error:
+        log_failure(logger, error, "a command to the engine failed")

@@ -20,10 +20,8 @@ from nanovllm.outputs import (
 
 
 class OutputProcessor:
-    """Follows requests from `add_request` until their last output.
-
-    Args:
-        tokenizer: None if the checkpoint has none; all texts are then empty.
+    """Follows requests from `add_request` until their last output. Without a tokenizer all texts
+    are empty.
     """
 
     def __init__(self, tokenizer: TextTokenizer | None) -> None:
@@ -46,14 +44,8 @@ class OutputProcessor:
         return None if completion is None else completion.request
 
     def process_tokens(self, seq: Sequence, now: float) -> tuple[Request, FinishInfo | None]:
-        """Read a sequence's new tokens, and the rest of its text if it has ended.
-
-        Args:
-            now: time.monotonic() when the tokens came.
-
-        Returns:
-            Its request, and why its text ends the output: a stop string, or a failure; None if it
-            does not.
+        """Read a sequence's new tokens, which came `now`, and the rest of its text if it has ended.
+        Return its request, and why its text ends the output: a stop string, or a failure.
         """
         completion = self._completions[seq.seq_id]
         request = completion.request
@@ -111,7 +103,7 @@ class OutputProcessor:
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
-            pooled=_last_extra(request.sequences[0], "pooled"),
+            pooled=_last_extra(request.sequences[0].output.extras, "pooled"),
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
@@ -205,19 +197,18 @@ class OutputProcessor:
         return self._token_texts[token_id]
 
 
-def _last_extra(seq: Sequence, name: str) -> Any:
+def _last_extra(extras: dict[str, list[tuple[int, Any]]] | None, name: str) -> Any:
     """Return the value of the last row that has one; None without any."""
-    parts = (seq.output.extras or {}).get(name)
-    return parts[-1][1] if parts else None
+    return extras[name][-1][1] if extras and name in extras else None
 
 
 def _joined_extra(seq: Sequence, name: str) -> Any:
     """Return the arrays of all rows, one value for each token that is computed: later ones replace
     earlier ones. None without any.
     """
-    parts = (seq.output.extras or {}).get(name)
-    if not parts:
+    if seq.output.extras is None or name not in seq.output.extras:
         return None
+    parts = seq.output.extras[name]
     num_tokens = min(len(seq.token_ids) - 1, max(start + len(ids) for start, ids in parts))
     found = parts[0][1].repeat(-(-num_tokens // len(parts[0][1])), axis=0)[:num_tokens]
     for start, ids in parts:

@@ -7,8 +7,7 @@ from typing import Any
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import plain_text, shown
 
-_MAX_SALT_LENGTH = 128
-"""Characters, as in vLLM: the prefix cache keeps the salts of its blocks."""
+_MAX_SALT_LENGTH = 128  # characters, as in vLLM: the prefix cache keeps the salts of its blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,11 +30,7 @@ PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt
 
 
 def make_prompt(given: PromptInput) -> Prompt:
-    """Return the prompt that a caller gave.
-
-    Raises:
-        InvalidRequestError: it has none of the forms of `PromptInput`.
-    """
+    """Return the prompt that a caller gave in one of the forms of `PromptInput`."""
     if isinstance(given, Prompt):
         return given
     if isinstance(given, str):
@@ -66,11 +61,7 @@ def make_prompt(given: PromptInput) -> Prompt:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the prompts of an argument that is one prompt or a list of them.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """Return the prompts of an argument that is one prompt or a list of them."""
     if isinstance(given, str | bytes | Mapping | Prompt):  # a str of numpy's, too
         return [given]
     given = _array_to_list(given)
@@ -83,11 +74,7 @@ def as_list(given: Any) -> list[Any]:
 
 
 def one_for_each(name: str, given: Any, num_prompts: int) -> Seq[Any]:
-    """Return a value for each prompt: `given` is a list of them, or one for all.
-
-    Raises:
-        InvalidRequestError: the list has another length.
-    """
+    """Return a value for each prompt: `given` is a list of them, or one for all."""
     values: Seq[Any] = given
     if not isinstance(given, Seq) or isinstance(given, str | bytes):
         return [given] * num_prompts
@@ -100,11 +87,7 @@ def one_for_each(name: str, given: Any, num_prompts: int) -> Seq[Any]:
 
 
 def _array_to_list(value: Any) -> Any:
-    """Return a numpy array or torch tensor of integers as lists, and anything else as it is.
-
-    Raises:
-        InvalidRequestError: the array holds no integers.
-    """
+    """Return a numpy array or torch tensor of integers as lists, and anything else as it is."""
     if not (hasattr(value, "tolist") and hasattr(value, "dtype")):
         return value
     if "int" not in str(value.dtype):

@@ -13,8 +13,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 Item = RequestOutput | BaseException
 """What a request's reader receives: an output, or the error that ended the request."""
 
-_MAX_OUTPUTS = 32
-"""Outputs that wait for their reader before they are merged into one."""
+_MAX_OUTPUTS = 32  # outputs that wait for their reader before they are merged into one
 
 
 class Reader:
@@ -45,10 +44,8 @@ class Reader:
         self._has_item = asyncio.Event()
 
     async def get(self) -> RequestOutput:
-        """Wait until there is something to read, and return all of it as one output.
-
-        Raises:
-            Exception: the error that ended the request, once all outputs before it are read.
+        """Wait until there is something to read, and return all of it as one output. Once that is
+        done, raise the error that ended the request.
         """
         self._is_waiting = not self._has_item.is_set()
         try:
@@ -92,11 +89,11 @@ class Reader:
 
 
 class Mailbox:
-    """Receives one request's items, for a thread that may wait for those of several.
-
-    Args:
-        put: called with each item, in the engine's thread.
+    """Receives one request's items, for a thread that may wait for those of several. `put` is
+    called with each item, in the engine's thread.
     """
+
+    loop = None
 
     def __init__(self, put: Callable[[Item], object]) -> None:
         self.put = put
@@ -107,18 +104,18 @@ AnyReader = Reader | Mailbox
 
 def send(deliveries: Iterable[tuple[AnyReader, Item]]) -> None:
     """Give items to their readers, from any thread; wake each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reader, Item]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[AnyReader, Item]]] = {}
     for reader, item in deliveries:
-        if isinstance(reader, Mailbox):
-            reader.put(item)
-        else:
-            by_loop.setdefault(reader.loop, []).append((reader, item))
+        by_loop.setdefault(reader.loop, []).append((reader, item))
 
-    def put(items: list[tuple[Reader, Item]]) -> None:
+    def put(items: list[tuple[AnyReader, Item]]) -> None:
         for reader, item in items:
             reader.put(item)
 
     for loop, items in by_loop.items():
+        if loop is None:
+            put(items)
+            continue
         with contextlib.suppress(RuntimeError):  # the loop is closed, so its readers are gone
             loop.call_soon_threadsafe(put, items)
 

@@ -38,15 +38,14 @@ class Replay(NamedTuple):
     draft is kept in the layer's log.
     """
 
-    own: torch.Tensor
-    """[T] int64: the index in E of each of the step's own tokens."""
+    own: torch.Tensor  # [T] int64: the index in E of each of the step's own tokens
+    # [E] int64: of each token of E, its index in T; or -1 - i, if row i of the log has it.
     sources: torch.Tensor
-    """[E] int64: of each token of E, its index in T; or -1 - i, if row i of the log has it."""
+    # [E] int64: the row of the log that takes what enters for the token, perhaps one that an
+    # earlier token of its row comes from. -1: nothing is kept.
     kept: torch.Tensor
-    """[E] int64: the row of the log that takes what enters for the token, perhaps one that an
-    earlier token of its row comes from. -1: nothing is kept."""
+    # Rows of a log. It has one more, which no token comes from.
     num_log_rows: int
-    """Rows of a log. It has one more, which no token comes from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +55,18 @@ class StateRows:
     Layers with state compute E tokens, row after row.
     """
 
-    pages: torch.Tensor
-    """[R, state_pages] int32, the pages of each row's sequence."""
-    cu_seqlens: torch.Tensor
-    """[R + 1] int32: the index of each row's first token of E, then E."""
+    pages: torch.Tensor  # [R, state_pages] int32, the pages of each row's sequence
+    cu_seqlens: torch.Tensor  # [R + 1] int32: the index of each row's first token of E, then E
+    # [R] int32: the state is written after so many of the row's tokens of E. 0: it stays.
     write_lens: torch.Tensor
-    """[R] int32: the state is written after so many of the row's tokens of E. 0: it stays."""
-    replay: Replay | None = None
-    """None: E = T, the step's own tokens, and none of them is a draft."""
+    replay: Replay | None = None  # None: E = T, the step's own tokens, and none of them is a draft
 
 
 class States(NamedTuple):
     """The state of one layer, of all sequences, in the pool."""
 
-    pool: torch.Tensor
-    """[num_pages, page_bytes] uint8, contiguous."""
+    pool: torch.Tensor  # [num_pages, page_bytes] uint8, contiguous
+    # [parts, 2] int64: of each part, its page's column in `StateRows.pages`, and its first byte in
+    # the page.
     places: torch.Tensor
-    """[parts, 2] int64: of each part, its page's column in `StateRows.pages`, and its first byte in
-    the page."""
     parts: tuple[StatePart, ...]

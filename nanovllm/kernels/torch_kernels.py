@@ -5,14 +5,17 @@ A `Platform` chooses the object once, and the layers and the worker call it.
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels import adapters, decode_step, torch_experts, torch_states
-from nanovllm.kernels.torch_experts import ExpertMLP, Routing
+from nanovllm.kernels import decode_step, torch_states
 from nanovllm.kernels.torch_math import NORM_ROUNDED, activate, layer_norm, rms_norm, swiglu_oai
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.adapters import AdapterRows, AdapterTable
+    from nanovllm.kernels.torch_experts import ExpertChoice, ExpertMLP, Routing
 
 
 class LinearMethod(Protocol):
@@ -43,12 +46,10 @@ class PlainWeight:
 class HeadWeight(NamedTuple):
     """A weight for each of H heads, one after the other."""
 
-    rows: torch.Tensor | LinearMethod
-    """[H * rows_per_head, k]"""
+    rows: torch.Tensor | LinearMethod  # [H * rows_per_head, k]
     heads: int
     rows_per_head: int
-    turned: bool
-    """Whether a head's rows belong to its inputs, and the k columns are its outputs."""
+    turned: bool  # whether a head's rows belong to its inputs, and the k columns are its outputs
 
     def dense(self, device: torch.device) -> torch.Tensor:
         """Return the weights [H, outputs, inputs]."""
@@ -63,16 +64,14 @@ class Kernels:
     """Plain torch: for every device and dtype, and the reference of the subclasses."""
 
     name: ClassVar[str] = "torch"
+    # Draws tokens [R] as `layers.sampler.draw` does, -1 as `greedy` has it; gets the temperatures,
+    # seeds, positions, top_ks, top_ps and min_ps, each [R] float32 or int64, contiguous. It gives
+    # each row its own work, and sorts nothing. None: draw in torch.
     sample: Callable[..., torch.Tensor] | None = None
-    """Draws tokens [R] as `layers.sampler.draw` does, -1 as `greedy` has it; gets the temperatures,
-    seeds, positions, top_ks, top_ps and min_ps, each [R] float32 or int64, contiguous. It gives
-    each row its own work, and sorts nothing. None: draw in torch."""
-    fp8: ModuleType | None = None
-    """Kernels that multiply in FP8: `kernels.triton.fp8`."""
+    fp8: ModuleType | None = None  # kernels that multiply in FP8: `kernels.triton.fp8`
+    # Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`.
     ints: ModuleType | None = None
-    """Products with weights of 4 and 8 bits, which stay packed: `kernels.triton.int4`."""
-    ngram: ModuleType | None = None
-    """Kernels for prompt lookup on a GPU: `kernels.triton.ngram`."""
+    ngram: ModuleType | None = None  # kernels for prompt lookup on a GPU: `kernels.triton.ngram`
 
     def add_rms_norm(
         self,
@@ -249,13 +248,25 @@ class Kernels:
         """Return `x` [T, k] times the transpose of `weight` [n, k] float32, in float32: [T, n]."""
         return F.linear(x.float(), weight)
 
-    route = staticmethod(torch_experts.route)
+    def route(self, logits: torch.Tensor, choice: "ExpertChoice") -> "Routing":
+        """Choose each token's experts: see `torch_experts.route`."""
+        from nanovllm.kernels import torch_experts
 
-    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+        return torch_experts.route(logits, choice)
+
+    def experts(self, x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
         """Return the weighted sums of the experts' outputs: see `torch_experts.experts`."""
+        from nanovllm.kernels import torch_experts
+
         return torch_experts.experts(x, routing, mlp)
 
-    add_lora = staticmethod(adapters.add_lora)
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, rows: "AdapterRows", table: "AdapterTable"
+    ) -> None:
+        """Add what the tokens' adapters give: see `adapters.add_lora`."""
+        from nanovllm.kernels import adapters
+
+        adapters.add_lora(y, x, rows, table)
 
     extend = staticmethod(torch_states.extend)
     causal_conv = staticmethod(torch_states.causal_conv)

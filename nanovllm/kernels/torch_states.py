@@ -34,7 +34,8 @@ def write_parts(states: States, rows: StateRows, first: int, values: torch.Tenso
     written = rows.write_lens > 0
     parts = values.to(states.parts[first].dtype).flatten(2)[written].view(torch.uint8)
     padding = index.shape[2] * ALIGNMENT - parts.shape[2]
-    units[index[written]] = F.pad(parts, (0, padding)).view(*parts.shape[:2], -1, ALIGNMENT)
+    places = index[written]
+    units[places] = F.pad(parts, (0, padding)).view(*places.shape, ALIGNMENT)
 
 
 def extend(

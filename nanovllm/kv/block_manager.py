@@ -19,15 +19,14 @@ from nanovllm.kv.trie import Hit, Node, PrefixTrie
 class BlockManager:
     """Allocates pages to sequences and caches full blocks for other sequences.
 
-    A model has the group of full attention, and may have further ones: any mixture works. A prefix
-    hits as far as every group can serve it. An allocation is all or nothing, over all groups.
+    Besides the group of full attention a model may have any further ones. A prefix hits as far as
+    every group can serve it. An allocation is all or nothing, over all groups.
 
     A block may be cached only once its KV is written: `publish` relies on its caller for this.
     Every operation costs O(blocks that it touches), whatever the size of the pool.
 
     Args:
         num_blocks: number of pages, of all groups together.
-        block_size: tokens of a block.
         groups: further ones. Their block tables lie after table 0, in this order.
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
     """
@@ -49,7 +48,6 @@ class BlockManager:
         self.full = FullGroup()
         self.groups: tuple[KVCacheGroup, ...] = (self.full, *groups)
         self.group_of = {group.suffix: group for group in self.groups}
-        """By the suffix of its entries' keys."""
         self._others = self.groups[1:]
         self._growing = tuple(group for group in self._others if group.grows)
         first_table = 0
@@ -75,10 +73,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> Hit:
-        """Return the longest prefix of `seq` that all groups have cached.
-
-        It never covers more than `Sequence.longest_hit`.
-        """
+        """Return the longest prefix up to `Sequence.longest_hit` that all groups have cached."""
         matched = self.trie.match(seq)
         num_blocks = min(len(matched), seq.longest_hit // self.block_size)
         if self._others:
@@ -86,11 +81,8 @@ class BlockManager:
         return Hit(matched, num_blocks)
 
     def longest_hit(self, num_blocks: int, has: Callable[[KVCacheGroup, int], bool]) -> int:
-        """Return the longest prefix that all groups can serve.
-
-        Args:
-            num_blocks: of the longest prefix whose KV with full attention can be had.
-            has: whether another group's entry at a block index can be had.
+        """Return the longest prefix that all groups can serve: of `num_blocks`, if that of full
+        attention `has` what the other groups need at block indices.
         """
         last = -1
         while num_blocks != last:
@@ -102,14 +94,11 @@ class BlockManager:
     def allocate_blocks(
         self, seq: Sequence, num_tokens: int, hit: Hit | None = None
     ) -> list[int] | None:
-        """Extend what a sequence holds to its first `num_tokens` tokens, all or nothing.
+        """Extend what a sequence holds to its first `num_tokens` tokens; return the ids of the
+        blocks appended to `KVState.block_table`, or None, with nothing taken, if too few are free.
 
         Args:
             hit: of an admission, as `match_prefix` returned it. The sequence then begins after it.
-
-        Returns:
-            The ids of the blocks appended to `KVState.block_table`; None, with nothing taken, if
-            too few pages are free.
         """
         if hit is not None:
             return self._admit(seq, num_tokens, hit)
@@ -131,9 +120,8 @@ class BlockManager:
         return seq.kv.block_table[num_owned:]
 
     def publish(self, seq: Sequence, num_written: int) -> None:
-        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written.
-
-        What no later token reads is freed.
+        """Cache the full blocks of a sequence's first `num_written` tokens, whose KV is written,
+        and free what no later token reads.
         """
         first = seq.kv.num_published_blocks
         num_full = min(num_written, len(seq.token_ids)) // self.block_size
@@ -143,17 +131,13 @@ class BlockManager:
         for group in self._others:
             group.publish(seq, first, nodes, num_written)
         if nodes:
-            for listener in self.pool.listeners:
-                listener.published(seq, first, nodes)
+            self.pool.listener.published(seq, first, nodes)
 
     def publish_loaded(
         self, seq: Sequence, num_blocks: int, places: Seq[tuple[int, bytes]]
     ) -> None:
-        """Cache what a load has filled of a sequence's first `num_blocks` blocks.
-
-        Args:
-            places: (block index, `KVCacheGroup.suffix`) of the entries that were loaded. Those at
-                blocks that the pool had are cached, too.
+        """Cache what a load has filled of a sequence's first `num_blocks` blocks, at `places`:
+        (block index, `KVCacheGroup.suffix`). Entries at blocks that the pool had are cached, too.
         """
         nodes = list(self.trie.chain(seq))
         for index, suffix in places:
@@ -170,19 +154,15 @@ class BlockManager:
             group.trim(seq, num_blocks)
 
     def free(self, seq: Sequence, *, keep_cached: bool = True) -> None:
-        """Free all that a sequence holds. What is cached stays cached until its pages are reused.
-
-        Args:
-            keep_cached: False: the sequence's KV may be wrong. What no other sequence holds of it
-                leaves the prefix cache.
+        """Free all that a sequence holds. What is cached stays cached until its pages are reused;
+        without `keep_cached` its KV may be wrong: what no other sequence holds of it leaves.
         """
         nodes = None if keep_cached else list(self.trie.chain(seq))
         for group in self.groups:
             group.free(seq, nodes)
         if nodes:
             gone = [node for node in nodes if self.trie.nodes.get(node.key) is not node]
-            for listener in self.pool.listeners:
-                listener.distrusted(gone)
+            self.pool.listener.distrusted(gone)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached; return False, and forget none, while a sequence owns pages."""
@@ -190,8 +170,7 @@ class BlockManager:
             return False
         for node in list(self.trie.nodes.values()):
             self.trie.remove(node, evicted=False)
-        for listener in self.pool.listeners:
-            listener.cleared()
+        self.pool.listener.cleared()
         return True
 
     def begin_step(self) -> None:
@@ -200,8 +179,8 @@ class BlockManager:
             group.begin_step()
 
     def row_length(self, seq: Sequence, most: int) -> int:
-        """Return how many of a prompt's next `most` tokens a row computes: all, or up to a place
-        where a group wants the row to end. It may be up to `max_extra_tokens` more than `most`.
+        """Return how many of a prompt's next `most` tokens a row computes: up to where a group ends
+        rows, or up to `max_extra_tokens` more than `most`.
         """
         for group in self._others:
             most = group.row_length(seq, most)
@@ -214,12 +193,7 @@ class BlockManager:
         sequences: Mapping[int, Sequence],
         width: int,
     ) -> StepPages:
-        """Return what the message of a step with these rows says of pages.
-
-        Args:
-            sequences: by id.
-            width: of a block table in the workers' tables.
-        """
+        """Return what the message of a step says of pages. See `KVCacheGroup.fill_step`."""
         step = StepPages()
         for group in self.groups:
             group.fill_step(step, rows, admissions, sequences, width)
@@ -250,8 +224,7 @@ class BlockManager:
         for group in self.groups:
             group.extend(seq, num_tokens)
         if hit.num_blocks:
-            for listener in self.pool.listeners:
-                listener.published(seq, 0, hit.nodes)
+            self.pool.listener.published(seq, 0, hit.nodes)
         return list(seq.kv.block_table)
 
     def _make_room(self, seq: Sequence, num_pages: int) -> bool:

@@ -4,9 +4,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.eviction import EvictionOrder, LeastRecentlyUsed
-from nanovllm.kv.listener import CacheListener
+from nanovllm.kv.trie import Node
 
 
 class Entry(Protocol):
@@ -19,14 +20,36 @@ class Entry(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A page of the pool.
+    """A page of the pool."""
 
-    `ref_count` is the number of its users; at 0 the page is free. A free page may still hold an
-    `entry` of the prefix cache, which a hit can revive until the page is reused.
+    ref_count: int = 0  # of its users; at 0 the page is free
+    entry: Entry | None = None  # of a free page, too: a hit can revive it until the page is reused
+
+
+class CacheListener:
+    """Learns what happens to pages and to entries of the prefix cache. By default it does nothing.
+
+    An entry is what a group has cached at a node: a KV block, a window block or a snapshot. The
+    `suffix` of an entry is its group's. `BlockPool.listener` is the one that listens.
     """
 
-    ref_count: int = 0
-    entry: Entry | None = None
+    def reused(self, page: int) -> None:
+        """A page gets other contents in the next step."""
+
+    def evicted(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """An entry leaves the cache to make room. Its pages hold it until the next step runs."""
+
+    def published(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
+        """Blocks of a sequence, from index `first` on, are cached now, or were hit."""
+
+    def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
+        """A snapshot of a prompt's state is cached, and its pages hold it now."""
+
+    def distrusted(self, nodes: Seq[Node]) -> None:
+        """Blocks have left the cache because their KV may be wrong."""
+
+    def cleared(self) -> None:
+        """All that was cached is forgotten."""
 
 
 class BlockPool:
@@ -37,30 +60,24 @@ class BlockPool:
     - A page has one use: it is in the block table of one group, or holds one entry.
     - Free pages without an entry are reused before those with one.
 
-    Every operation costs O(1), or what the eviction order takes.
+    Every operation costs O(1), or what the eviction order takes. Groups and the block manager tell
+    the `listener`, too.
 
     Args:
         order: of the free pages, for `num_blocks` pages; None: least recently used first.
-
-    Attributes:
-        listeners: are told of pages and of what they hold, also by groups and the block manager.
     """
 
     def __init__(self, num_blocks: int, *, order: EvictionOrder | None = None) -> None:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: EvictionOrder = LeastRecentlyUsed(num_blocks) if order is None else order
-        self.listeners: list[CacheListener] = []
+        self.listener = CacheListener()
 
     @property
     def num_free(self) -> int:
         return len(self.free)
 
     def take(self) -> int:
-        """Return a free page for new contents; there must be one. Its entry leaves the cache.
-
-        Raises:
-            PluginError: the eviction order gives a page that is in use.
-        """
+        """Return a free page for new contents; there must be one. Its entry leaves the cache."""
         page = self.free.take()
         block = self.blocks[page]
         if block.ref_count:  # two sequences would read each other's KV
@@ -68,8 +85,7 @@ class BlockPool:
         block.ref_count = 1
         if block.entry is not None:
             block.entry.evict()
-        for listener in self.listeners:
-            listener.reused(page)
+        self.listener.reused(page)
         return page
 
     def hold(self, pages: Seq[int]) -> None:
@@ -103,5 +119,4 @@ class BlockPool:
         """Give pages in use other contents in the next step; their entry has left the cache."""
         for page in pages:
             self.clear(page)
-            for listener in self.listeners:
-                listener.reused(page)
+            self.listener.reused(page)

@@ -23,18 +23,13 @@ Key = tuple[int | str, bytes]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A full block of tokens whose KV is cached.
-
-    `uid` is a unique id of the prefix that ends here. It is never reused.
-    """
+    """A full block of tokens whose KV is cached."""
 
     trie: "PrefixTrie"
-    uid: int
+    uid: int  # of the prefix that ends here; never reused
     key: Key
-    tokens: bytes
-    """Of the block, and what `_inputs_of` adds."""
-    page: int
-    """Of the layers with full attention."""
+    tokens: bytes  # of the block, and what `_inputs_of` adds
+    page: int  # of the layers with full attention
 
     def evict(self) -> None:
         """Leave the trie, because the page is reused."""
@@ -45,12 +40,10 @@ class Node:
 class Hit:
     """The prefix that an admission finds in the pool, or gets by a load."""
 
-    matched: list[Node]
-    """All blocks of a prefix whose KV the pool has."""
-    num_blocks: int = 0
-    """Of the prefix that need not be computed: what every group has, or will have."""
+    matched: list[Node]  # all blocks of a prefix whose KV the pool has
+    num_blocks: int = 0  # that need not be computed: what every group has, or will have
+    # (block index, `Group.suffix`) of each entry that a load will fill and then cache
     loaded: frozenset[tuple[int, bytes]] = frozenset()
-    """(block index, `Group.suffix`) of each entry that a load will fill and then cache."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -62,20 +55,14 @@ class Follower(Protocol):
     """Caches something at the nodes of a trie."""
 
     def forget(self, node: Node, *, evicted: bool) -> None:
-        """Forget what is cached at a node that leaves the trie.
-
-        Args:
-            evicted: it leaves to make room; otherwise its KV may be wrong, or all is forgotten.
+        """Forget what is cached at a node that leaves the trie: to make room if it is `evicted`,
+        else because its KV may be wrong, or all is forgotten.
         """
         ...
 
 
 class PrefixTrie:
-    """Finds the cached blocks that a sequence begins with.
-
-    Args:
-        is_enabled: False: nothing is cached, hashed or found.
-    """
+    """Finds the cached blocks that a sequence begins with: none unless it `is_enabled`."""
 
     def __init__(self, block_size: int, *, is_enabled: bool = True) -> None:
         self.block_size = block_size
@@ -115,10 +102,8 @@ class PrefixTrie:
         return matched
 
     def chain(self, seq: Sequence) -> Iterator[Node]:
-        """Yield the nodes of a sequence's published blocks.
-
-        Their pages are not all in its block table: another sequence may have published an equal
-        block first.
+        """Yield the nodes of a sequence's published blocks. Their pages are not all in its block
+        table: another sequence may have published an equal block first.
         """
         parent_uid: int | str = seq.root_uid
         for key_hash, _ in seq.kv.block_keys[: seq.kv.num_published_blocks]:

@@ -16,8 +16,8 @@ class ActAndMul(nn.Module):
         activation: see `Kernels.act_and_mul`.
     """
 
+    # The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch.
     kernels: Kernels = TORCH
-    """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
     def __init__(self, activation: str = "silu") -> None:
         super().__init__()

@@ -15,8 +15,8 @@ class RMSNorm(nn.Module):
         multiplier: factor on what `add_norm` adds to the residual.
     """
 
+    # The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch.
     kernels: Kernels = TORCH
-    """The loader sets those of the device. TORCH, in kernels/torch_kernels.py, is plain torch."""
 
     def __init__(
         self, hidden_size: int, eps: float, kind: int = NORM_ROUNDED, multiplier: float = 1.0

@@ -22,8 +22,7 @@ from nanovllm.utils.distributed import all_reduce, tensor_parallel
 class OutputSlice(NamedTuple):
     """The outputs of one checkpoint linear that this rank computes."""
 
-    output_size: int
-    """All outputs of the checkpoint linear."""
+    output_size: int  # all outputs of the checkpoint linear
     start: int
     size: int
 
@@ -96,8 +95,7 @@ class WeightFormat(ABC):
     setting that is not implemented, and CheckpointError for a field of the wrong type.
     """
 
-    name: str
-    """For errors: "FP8"."""
+    name: str  # for errors: "FP8"
 
     @abstractmethod
     def quantized(self, matrix: "WeightModule", names: list[str]) -> QuantizedWeight | None:
@@ -137,8 +135,8 @@ class WeightModule(nn.Module):
     After loading, a `method` may replace the weight.
     """
 
+    # Whether the weight is read otherwise than by `method`, as rows by index are.
     is_gathered: bool = False
-    """Whether the weight is read otherwise than by `method`, as rows by index are."""
 
     def __init__(self, output_size: int, input_size: int) -> None:
         super().__init__()
@@ -185,8 +183,7 @@ class WeightModule(nn.Module):
 class LinearBase(WeightModule):
     """A linear that each rank computes whole, and the base of those that are split or merged."""
 
-    transposed = False
-    """Whether plain numbers of the weight are stored as [inputs, outputs]."""
+    transposed = False  # whether plain numbers of the weight are stored as [inputs, outputs]
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False) -> None:
         super().__init__(output_size, input_size)

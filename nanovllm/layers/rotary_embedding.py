@@ -23,11 +23,9 @@ class RotaryEmbedding(nn.Module):
         scale: factor on cosines and sines; 1.0 without rope scaling.
     """
 
-    cos_sin: torch.Tensor
-    """[max_position, rotary_dim] float32: cosines, then sines."""
-    interleaved = False
+    cos_sin: torch.Tensor  # [max_position, rotary_dim] float32: cosines, then sines
+    interleaved = False  # for some families, as the next: see `QKNormRope`
     q_scale: torch.Tensor | None = None
-    """These two are for some families: see `QKNormRope`."""
 
     def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
@@ -48,34 +46,33 @@ class RopeConfig:
     """The rotary settings of a checkpoint, normalised."""
 
     theta: float
+    # "default", "linear", "yarn", "llama3", "longrope", "proportional", "alpha" or "factors".
     rope_type: str = "default"
-    """"default", "linear", "yarn", "llama3", "longrope", "proportional", "alpha" or "factors"."""
     factor: float = 1.0
+    # Positions of the model before scaling. Only yarn, llama3 and longrope use it.
     original_max_position: int = 0
-    """Positions of the model before scaling. Only yarn, llama3 and longrope use it."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    # Factor on cos and sin. Only yarn and longrope use it; None: derive it from `factor` and the
+    # mscales.
     attention_factor: float | None = None
-    """Factor on cos and sin. Only yarn and longrope use it; None: derive it from `factor` and
-    the mscales."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True
-    """Whether the bounds of yarn's ramp are rounded to whole dimensions."""
+    truncate: bool = True  # whether the bounds of yarn's ramp are rounded to whole dimensions
+    # Only llama3 uses them. A dimension that makes more rotations than the high factor over the
+    # original positions keeps its angle; one that makes fewer than the low factor has it divided.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    """Only llama3 uses them. A dimension that makes more rotations than the high factor over the
-    original positions keeps its angle; one that makes fewer than the low factor has it divided."""
+    # [rotary_dim / 2]: what each dimension's angle is divided by. Only factors and longrope use it;
+    # with longrope, in texts up to `original_max_position`.
     factors: tuple[float, ...] = ()
-    """[rotary_dim / 2]: what each dimension's angle is divided by. Only factors and longrope use
-    it; with longrope, in texts up to `original_max_position`."""
+    # [rotary_dim / 2]: the same, of an engine whose texts may be longer. Only longrope uses it.
     long_factors: tuple[float, ...] = ()
-    """[rotary_dim / 2]: the same, of an engine whose texts may be longer. Only longrope uses it."""
+    # The share of a head's numbers that rotate: the first ones. With "proportional" the pairs are
+    # those of the whole head, and the last pairs do not rotate.
     partial: float = 1.0
-    """The share of a head's numbers that rotate: the first ones. With "proportional" the pairs are
-    those of the whole head, and the last pairs do not rotate."""
+    # Stretches theta, for a head of n numbers by alpha ** (n / (n - 2)). Only alpha uses it.
     alpha: float = 1.0
-    """Stretches theta, for a head of n numbers by alpha ** (n / (n - 2)). Only alpha uses it."""
 
     def inverse_frequencies(
         self, head_dim: int, max_model_len: int = 0

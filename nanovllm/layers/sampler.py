@@ -38,14 +38,10 @@ class Sampling(SamplingTensors):
     The first two flags save work. They change no token, so True is always correct.
     """
 
-    positions: torch.Tensor
-    """[R] int64, the position of the new token in its sequence."""
-    any_min_p: bool = True
-    """Whether some row has a min_p above 0."""
-    any_top_p_of_all: bool = True
-    """Whether some row has a top_p and a top_k that keeps all tokens."""
-    any_greedy: bool = False
-    """Whether some row may have a temperature below GREEDY_BELOW."""
+    positions: torch.Tensor  # [R] int64, the position of the new token in its sequence
+    any_min_p: bool = True  # whether some row has a min_p above 0
+    any_top_p_of_all: bool = True  # whether some row has a top_p and a top_k that keeps all tokens
+    any_greedy: bool = False  # whether some row may have a temperature below GREEDY_BELOW
     kernels: Kernels = TORCH
 
 

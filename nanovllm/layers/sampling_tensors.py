@@ -23,8 +23,8 @@ class _Parameter(NamedTuple):
     """How a field of `SamplingTensors` is stored, and how its value is read from a request."""
 
     dtype: torch.dtype
+    # Returns the value for a request, from its SamplingParams and its seed.
     read: Callable[[SamplingParams, int], float]
-    """Returns the value for a request, from its SamplingParams and its seed."""
 
 
 def _int64(read: Callable[[SamplingParams, int], int]) -> dict[str, _Parameter]:
@@ -39,19 +39,17 @@ def _float32(read: Callable[[SamplingParams, int], float]) -> dict[str, _Paramet
 class SamplingTensors:
     """The sampling parameters of R rows, each parameter a tensor [R]."""
 
+    # A row below `sampling_params.GREEDY_BELOW` is greedy, whatever its other parameters are.
     temperatures: torch.Tensor = field(
         metadata=_float32(lambda p, seed: min(p.temperature, _MAX_TEMPERATURE))
     )
-    """A row below `sampling_params.GREEDY_BELOW` is greedy, whatever its other parameters are."""
     seeds: torch.Tensor = field(metadata=_int64(lambda p, seed: seed))
+    # At least 1; a top_k of vocab_size or more keeps all tokens.
     top_ks: torch.Tensor = field(
         metadata=_int64(lambda p, seed: min(p.top_k or KEEP_ALL, KEEP_ALL))
     )
-    """At least 1; a top_k of vocab_size or more keeps all tokens."""
-    top_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.top_p))
-    """In (0, 1]."""
-    min_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.min_p))
-    """In [0, 1]."""
+    top_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.top_p))  # in (0, 1]
+    min_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.min_p))  # in [0, 1]
 
     @staticmethod
     def greedy(num_rows: int, device: torch.device) -> "SamplingTensors":

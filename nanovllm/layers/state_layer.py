@@ -1,12 +1,16 @@
-"""`StateLayer`: the base of layers that keep a state for each sequence."""
+"""`StateLayer`: the base of layers that keep a state for each sequence; and `ShortConv`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from nanovllm.attention.batch import Batch
 from nanovllm.kernels.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
+from nanovllm.layers.linear import RowParallelLinear, divide
+from nanovllm.layers.pieces import ChannelConv, PiecedLinear, TensorRows
+from nanovllm.utils.distributed import tensor_parallel
 
 
 class StateLayer(nn.Module):
@@ -55,3 +59,42 @@ class StateLayer(nn.Module):
         if replay is None or len(replay.own) == len(replay.sources):
             return outputs
         return self.kernels.take_rows(outputs.flatten(1), replay.own).view(-1, *outputs.shape[1:])
+
+
+class ShortConv(StateLayer):
+    """LFM2's short convolution between two gates: out_proj(C * conv(B * x)).
+
+    in_proj computes B, C and x. Each rank has some channels.
+
+    Args:
+        taps: tokens that the convolution takes.
+        bias: whether the convolution and the linears have one.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, *, bias: bool) -> None:
+        self.size = size = divide(hidden_size, "hidden_size")
+        super().__init__((StatePart((taps - 1, size), torch.get_default_dtype()),))
+        start = tensor_parallel().rank * size
+        total = 3 * hidden_size
+        parts = [TensorRows("in_proj", total, i * hidden_size + start, size) for i in range(3)]
+        self.in_proj = PiecedLinear(hidden_size, parts, bias=bias)
+        self.conv = ChannelConv([TensorRows("conv", hidden_size, start, size)], taps, bias=bias)
+        self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias)
+
+    def forward(
+        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
+        assert batch.state is not None
+        rows = batch.state
+        kernels = self.kernels
+        before, after, x = self.in_proj(hidden).split_with_sizes([self.size] * 3, dim=1)
+        (inputs,) = self.extended([kernels.mul_act(before, x, "identity")], rows)
+        weight = self.conv.taps
+        bias = self.conv.bias
+        mixed = kernels.causal_conv(inputs, weight, bias, False, self.states, rows)
+        mixed = self.own(mixed, rows)
+        if output_indices is not None:
+            mixed = mixed[output_indices]
+            after = after[output_indices]
+        return self.out_proj(kernels.mul_act(after, mixed, "identity"))

@@ -59,22 +59,6 @@ def _repository(model: str, download_dir: str | None) -> Path:
     return cache / "--".join(["models", *model.split("/")]) / "snapshots"
 
 
-def cached_revision(model: str, download_dir: str | None) -> str | None:
-    """Return the revision of a hub model that the cache has: main, or else the newest.
-
-    None if it has no snapshot of it.
-    """
-    if (found := _ID.match(model)) is None:
-        return None
-    path = _repository(found[0], download_dir)
-    snapshots = [each for each in path.glob("*") if each.is_dir()]
-    main = path.parent / "refs" / "main"
-    commit = main.read_text().strip() if main.is_file() else ""
-    if (path / commit) in snapshots:
-        return commit
-    return max(snapshots, key=lambda each: each.stat().st_mtime).name if snapshots else None
-
-
 def download(
     model: str, revision: str | None, patterns: list[str], download_dir: str | None
 ) -> Path:
@@ -151,28 +135,11 @@ def _few_warnings() -> Iterator[None]:
         library.setLevel(before)
 
 
-@contextlib.contextmanager
-def offline() -> Iterator[None]:
-    """Ask the hub for nothing: what is not in the cache is not here."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
 def remove_damaged(files: Iterable[Path], but: Collection[str] = ()) -> list[str]:
     """Delete those files of the cache that are not what the hub has; return their names.
 
     The cache names each file's content by the hub's checksum of it: SHA-256 of a large file, Git's
     SHA-1 of another one. A mirror may give the plain SHA-1. What lies elsewhere is left alone.
-
-    Args:
-        files: of a snapshot in the cache, or any others.
-        but: names of contents that are not checked.
     """
     blobs = {}
     for file in files:

@@ -41,6 +41,13 @@ MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 """A decoder layer's modules, by llama.cpp's name. gguf_families.py has those of single families."""
 _WHOLE_MODEL = {
@@ -131,9 +138,6 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     Args:
         raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
             blocks; otherwise float32 of the tensor's shape.
-
-    Raises:
-        CheckpointError: the file has become shorter.
     """
     import gguf
 
@@ -233,11 +237,7 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
 
 
 def _check_tensor(metadata: GGUFMetadata, name: str, reading: Reading, parts: int | None) -> None:
-    """Check what reading tensor `name` relies on.
-
-    Args:
-        parts: how many experts or heads it must have; None: it is of one linear.
-    """
+    """Check what reading tensor `name` relies on."""
     tensor = metadata.tensors[name]
     wrong = None
     experts = parts is not None

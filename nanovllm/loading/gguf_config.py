@@ -56,12 +56,7 @@ _POOLINGS = (0, 1, 2, 3)
 
 
 def make_config(metadata: GGUFMetadata, family: GgufFamily) -> dict[str, Any]:
-    """Return the model's config.json; `eos_token_id` lists all tokens that end a text.
-
-    Raises:
-        CheckpointError: a setting is missing or invalid.
-        UnsupportedModelError: a setting is not implemented.
-    """
+    """Return the model's config.json; `eos_token_id` lists all tokens that end a text."""
     file = metadata.file
     tensors = metadata.tensors
     embedding = tensors.get("token_embd.weight")
@@ -157,11 +152,7 @@ _MAX_FACTORS = 2**12
 
 
 def rope_parameters(metadata: GGUFMetadata, head_dim: int, *, partial: bool) -> dict[str, Any]:
-    """Return the rotary settings. A table of factors excludes another scaling, as in llama.cpp.
-
-    Args:
-        partial: whether the family can rotate a part of a head.
-    """
+    """Return the rotary settings. A table of factors excludes another scaling, as in llama.cpp."""
     settings: dict[str, Any] = {
         "rope_theta": metadata.setting("rope.freq_base", check_float, 2.0, 1e12, default=10000.0)
     }

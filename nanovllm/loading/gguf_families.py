@@ -8,59 +8,93 @@ from collections.abc import Callable
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.loading.gguf_family import (
-    EXPERTS,
     SANDWICH,
     SOFTCAP,
     Fields,
     GgufFamily,
-    Order,
-    Reading,
     theta_of_windows,
     windows,
 )
-from nanovllm.loading.gguf_gemma4 import GEMMA4
-from nanovllm.loading.gguf_header import GGUFMetadata
-from nanovllm.loading.gguf_latent import DEEPSEEK2, MINICPM3
-from nanovllm.loading.gguf_qwen35 import QWEN35, QWEN35_MOE
-from nanovllm.loading.gguf_routed import (
-    AFMOE,
-    ERNIE4_5_MOE,
-    GLM4_MOE,
-    LAGUNA,
-    MELLUM,
-    MINIMAX_M2,
-)
-from nanovllm.loading.gguf_states import (
-    FALCON_H1,
-    GRANITE,
-    GRANITE_HYBRID,
-    GRANITE_MOE,
-    LFM2,
-    LFM2_MOE,
-    NEMOTRON_H,
-    NEMOTRON_H_MOE,
-)
-from nanovllm.options.validation import check_bool, shown
+from nanovllm.loading.gguf_header import MAX_SIZE, GGUFMetadata
+from nanovllm.loading.gguf_routed import ROUTED
+from nanovllm.loading.gguf_states import STATES
+from nanovllm.options.validation import check_int, shown
 
 
-def _gpt2(metadata: GGUFMetadata, config: Fields) -> Fields:
-    """The file has a linear's outputs first, like other models; GPT-2's checkpoints do not."""
+def _gemma4(metadata: GGUFMetadata, config: Fields) -> Fields:
+    """Return the fields of Gemma 4's config.json beyond the common ones.
+
+    In the file the plain sizes of a head are those of the layers with full attention.
+    """
+    num_layers = config["num_hidden_layers"]
+    tensors = metadata.tensors
+    slides = metadata.listed_for_layers("attention.sliding_window_pattern", num_layers, bool)
+    head_dim = metadata.size("attention.key_length_swa")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if (found := metadata.size(key, head_dim)) != head_dim:
+            raise metadata.unsupported(key, found, f"the head size, {head_dim}")
+    full = [index for index in range(num_layers) if not slides[index]]
+    same_values = bool(full) and f"blk.{full[0]}.attn_v.weight" not in tensors
+    num_shared = metadata.setting("attention.shared_kv_layers", check_int, 0, num_layers, default=0)
+    extra = metadata.size("embedding_length_per_layer_input", 0)
+    embedding = tensors.get("per_layer_token_embd.weight")
+    heads = (
+        metadata.listed("attention.head_count_kv", num_layers, int)
+        or [config["num_key_value_heads"]] * num_layers
+    )
+    by_type = dict(zip(slides, heads, strict=True))
+    if any(by_type[slide] != count for slide, count in zip(slides, heads, strict=True)):
+        rule = "equally many in all layers of one type"
+        raise metadata.unsupported("attention.head_count_kv", heads, rule)
     return {
-        "n_inner": config["intermediate_size"],
-        "layer_norm_epsilon": config["rms_norm_eps"],
-        "transposed_linears": False,
+        "head_dim": head_dim,
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": by_type.get(True, heads[0]),
+        "num_global_key_value_heads": by_type.get(False, heads[0]),
+        "attention_k_eq_v": same_values,
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "num_kv_shared_layers": num_shared,
+        "hidden_size_per_layer_input": extra,
+        "vocab_size_per_layer_input": embedding.shape[0] if embedding else 1,
+        **_gemma4_mlp(metadata, num_layers, num_shared),
+        "rope_parameters": {
+            "full_attention": _gemma4_rope(metadata, config),
+            "sliding_attention": {"rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)},
+        },
     }
 
 
-def _gpt_neox(metadata: GGUFMetadata, config: Fields) -> Fields:
+def _gemma4_mlp(metadata: GGUFMetadata, num_layers: int, num_shared: int) -> Fields:
+    sizes = metadata.listed("feed_forward_length", num_layers, int)
+    if sizes is None:
+        return {"use_double_wide_mlp": False}
+    size = sizes[0]
+    doubled = sizes[-1] == 2 * sizes[0]
+    expected = [size] * (num_layers - num_shared) + [size * (1 + doubled)] * num_shared
+    if sizes != expected or not 1 <= size <= MAX_SIZE:
+        rule = "the same in all layers, or twice that in those that share keys and values"
+        raise metadata.unsupported("feed_forward_length", sizes, rule)
+    return {"intermediate_size": size, "use_double_wide_mlp": doubled}
+
+
+def _gemma4_rope(metadata: GGUFMetadata, config: Fields) -> Fields:
+    """Return the rotary settings of full attention: the file divides by 1 what rotates, and by an
+    astronomic number what does not.
+    """
+    size = config["head_dim"] // 2
+    rope = config["rope_parameters"]
+    factors = rope.get("factors", [])
+    rotating = sum(factor == 1.0 for factor in factors)
+    if len(factors) != size or not all(factor > 1e20 for factor in factors[rotating:]):
+        raise UnsupportedModelError(
+            f"{metadata.file}: rope_freqs.weight {shown(factors)} is not supported: it must have "
+            f"{size} factors, ones and then numbers above 1e20"
+        )
     return {
-        "hidden_act": "gelu",
-        "layer_norm_eps": config["rms_norm_eps"],
-        "attention_bias": "blk.0.attn_qkv.bias" in metadata.tensors,
-        "use_parallel_residual": metadata.setting(
-            "use_parallel_residual", check_bool, default=True
-        ),
-        "rope_parameters": {"partial_rotary_factor": 1.0, **config["rope_parameters"]},
+        "rope_type": "proportional",
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rotating / size,
     }
 
 
@@ -68,52 +102,11 @@ def _cohere2(metadata: GGUFMetadata, config: Fields) -> Fields:
     return {**windows(metadata, config, 4), "layer_norm_eps": config["rms_norm_eps"]}
 
 
-GPT2 = GgufFamily(
-    "GPT2LMHeadModel",
-    layers="transformer.h",
-    modules={
-        "attn_norm": "ln_1",
-        "attn_qkv": "attn.c_attn",
-        "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2",
-        "ffn_up": "mlp.c_fc",
-        "ffn_down": "mlp.c_proj",
-    },
-    tensors={
-        "token_embd.weight": "transformer.wte.weight",
-        "position_embd.weight": "transformer.wpe.weight",
-        "output_norm.weight": "transformer.ln_f.weight",
-        "output_norm.bias": "transformer.ln_f.bias",
-    },
-    fields=_gpt2,
-)
-GPT_NEOX = GgufFamily(
-    "GPTNeoXForCausalLM",
-    layers="gpt_neox.layers",
-    modules={
-        "attn_qkv": "attention.query_key_value",
-        "attn_output": "attention.dense",
-        "ffn_up": "mlp.dense_h_to_4h",
-        "ffn_down": "mlp.dense_4h_to_h",
-    },
-    tensors={
-        "token_embd.weight": "gpt_neox.embed_in.weight",
-        "output_norm.weight": "gpt_neox.final_layer_norm.weight",
-        "output_norm.bias": "gpt_neox.final_layer_norm.bias",
-        "output.weight": "embed_out.weight",
-    },
-    partial_rotation=True,
-    fields=_gpt_neox,
-    readings=lambda config: {
-        "attn_qkv": Reading(Order(config["num_attention_heads"], config["head_dim"]))
-    },
-)
-COMMAND_R = GgufFamily(
+_COMMAND_R = GgufFamily(
     "CohereForCausalLM",
     numbers={"logit_scale": "logit_scale"},
     fields=lambda metadata, config: {"layer_norm_eps": config["rms_norm_eps"]},
 )
-COHERE2 = COMMAND_R._replace(architecture="Cohere2ForCausalLM", fields=_cohere2)
 
 
 def _gemma(num_layers: int) -> Callable[[GGUFMetadata, Fields], Fields]:
@@ -186,21 +179,19 @@ def _gpt_oss(metadata: GGUFMetadata, config: Fields) -> Fields:
 
 
 FAMILIES: dict[str, GgufFamily] = {
-    "afmoe": AFMOE,
-    "cohere2": COHERE2,
-    "command-r": COMMAND_R,
-    "deepseek2": DEEPSEEK2,
+    **ROUTED,
+    **STATES,
+    "cohere2": _COMMAND_R._replace(architecture="Cohere2ForCausalLM", fields=_cohere2),
+    "command-r": _COMMAND_R,
     "ernie4_5": GgufFamily(
         "Ernie4_5ForCausalLM",
         fields=lambda metadata, config: {"use_bias": config["attention_bias"]},
     ),
-    "ernie4_5-moe": ERNIE4_5_MOE,
     "exaone4": GgufFamily(
         "Exaone4ForCausalLM",
         modules=SANDWICH,
         fields=lambda metadata, config: windows(metadata, config, 4),
     ),
-    "falcon-h1": FALCON_H1,
     "gemma2": GgufFamily(
         "Gemma2ForCausalLM",
         modules=SANDWICH,
@@ -215,12 +206,27 @@ FAMILIES: dict[str, GgufFamily] = {
         numbers=SOFTCAP,
         fields=_gemma(62),
     ),
-    "gemma4": GEMMA4,
-    "glm4moe": GLM4_MOE,
+    "gemma4": GgufFamily(
+        "Gemma4ForCausalLM",
+        modules={
+            **SANDWICH,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        tensors={
+            "layer_output_scale.weight": "layer_scalar",
+            "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+            "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+            "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+        },
+        numbers=SOFTCAP,
+        per_layer=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+        fields=_gemma4,
+    ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         modules={
-            **EXPERTS,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
         },
@@ -232,11 +238,6 @@ FAMILIES: dict[str, GgufFamily] = {
         },
         fields=_gpt_oss,
     ),
-    "gpt2": GPT2,
-    "gptneox": GPT_NEOX,
-    "granite": GRANITE,
-    "granitehybrid": GRANITE_HYBRID,
-    "granitemoe": GRANITE_MOE,
     "hunyuan-dense": GgufFamily(
         "HunYuanDenseV1ForCausalLM",
         modules={
@@ -244,20 +245,12 @@ FAMILIES: dict[str, GgufFamily] = {
             "attn_k_norm": "self_attn.key_layernorm",
         },
     ),
-    "laguna": LAGUNA,
-    "lfm2": LFM2,
-    "lfm2moe": LFM2_MOE,
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
-    "mellum": MELLUM,
-    "minicpm3": MINICPM3,
-    "minimax-m2": MINIMAX_M2,
     "mistral3": GgufFamily(
         "Ministral3ForCausalLM",
         permuted=True,
         fields=_mistral3,
     ),
-    "nemotron_h": NEMOTRON_H,
-    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmo2": GgufFamily(
         "Olmo2ForCausalLM",
         modules=SANDWICH,
@@ -271,11 +264,8 @@ FAMILIES: dict[str, GgufFamily] = {
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "qwen35": QWEN35,
-    "qwen35moe": QWEN35_MOE,
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
-        modules={**EXPERTS, "ffn_gate_inp": "mlp.gate"},
         sizes={
             "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok",
@@ -296,15 +286,11 @@ FAMILIES: dict[str, GgufFamily] = {
 
 
 def family_of(metadata: GGUFMetadata) -> GgufFamily:
-    """Return the family of a file.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """Return the family of a file."""
     family = FAMILIES.get(metadata.architecture)
     if family is None:
         raise UnsupportedModelError(
             f"{metadata.file}: general.architecture {shown(metadata.architecture)} is not "
-            f"supported ({', '.join(FAMILIES)})"
+            f"supported ({', '.join(sorted(FAMILIES))})"
         )
     return family

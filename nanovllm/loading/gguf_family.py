@@ -149,15 +149,9 @@ SANDWICH = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Modules of a layer that has norms after attention and MLP, too."""
-EXPERTS = {
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+SHARED_EXPERT = {
+    f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
 }
-SHARED_EXPERT, SHARED_EXPERTS = (
-    {f"ffn_{name}_shexp": f"mlp.{parent}.{name}_proj" for name in ("gate", "up", "down")}
-    for parent in ("shared_expert", "shared_experts")
-)
 EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",

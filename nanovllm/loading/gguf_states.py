@@ -1,5 +1,5 @@
-"""Models with layers that keep a state, in a GGUF file: Falcon-H1, Nemotron-H, Granite 4 and LFM2,
-with the other Granites. Names, settings, and what llama.cpp's converter has changed.
+"""Models with layers that keep a state, in a GGUF file: Falcon-H1, Granite 4, LFM2, Nemotron-H and
+Qwen3.5. Names, settings, and what llama.cpp's converter has changed.
 
 What reading undoes, apart from names: ssm_a is -exp(A_log), and ssm_dt's bias is dt_bias; ssm_a,
 ssm_d and ssm_norm have two dimensions, the weight of the convolution lacks one of 1. Falcon-H1's
@@ -10,15 +10,27 @@ architecture of their own. The others of Granite 4 are of the same class, so the
 sizes of such a layer, too. LFM2's layers with a short convolution are those with no head of keys
 and values.
 
+Qwen3.5's norms are stored as 1 + w, but for ssm_norm, and the shared expert's gate lacks a
+dimension of 1. Value heads are tiled and not grouped: value head p belongs to key head
+p % (number of key heads), in transformers to p // (value heads of a key head). So are the V rows of
+attn_qkv, the rows of attn_gate, ssm_alpha, ssm_beta, ssm_a and ssm_dt, the V channels of the
+convolution, and the columns of ssm_out. A head of 128 is whole blocks of 32: in the types that stay
+in their bits (see features/quantization/gguf.py) the blocks of ssm_out change places. K-quants have
+blocks of 256, two heads, but are converted to numbers anyway. The layer that drafts (MTP) is the
+block after the others.
+
 Reads metadata, no weight. Imports no torch.
 """
 
+from collections.abc import Mapping
+
+from nanovllm.errors import CheckpointError
 from nanovllm.loading.gguf_family import (
     EXPERT_SIZES,
-    EXPERTS,
     SHARED_EXPERT,
     Fields,
     GgufFamily,
+    Order,
     Reading,
     dense_layers,
     has_tensor,
@@ -87,26 +99,6 @@ def _falcon_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     }
 
 
-FALCON_H1 = GgufFamily(
-    "FalconH1ForCausalLM",
-    modules={
-        **mamba_modules("mamba"),
-        "ffn_norm": "pre_ff_layernorm",
-        "ffn_gate": "feed_forward.gate_proj",
-        "ffn_up": "feed_forward.up_proj",
-        "ffn_down": "feed_forward.down_proj",
-    },
-    tensors={
-        **mamba_tensors("mamba"),
-        "output_norm.weight": "model.final_layernorm.weight",
-        "ffn_norm": "pre_ff_layernorm.weight",  # as the converter names it
-    },
-    sizes=SIZES,
-    fields=_falcon_fields,
-    readings=lambda config: READINGS,
-)
-
-
 def _nemotron_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     """Return the fields of Nemotron-H: layers with a KV head have attention, those with a size an
     MLP or experts, the others a state.
@@ -144,7 +136,7 @@ def _nemotron_moe_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     }
 
 
-NEMOTRON_H = GgufFamily(
+_NEMOTRON_H = GgufFamily(
     "NemotronHForCausalLM",
     layers="backbone.layers",
     modules={
@@ -175,26 +167,6 @@ NEMOTRON_H = GgufFamily(
     readings=lambda config: READINGS,
     leaves_out_drafts=True,
     neutral={"rope.scaling.finetuned": (False,)},  # no layer rotates
-)
-NEMOTRON_H_MOE = NEMOTRON_H._replace(
-    modules={
-        **NEMOTRON_H.modules,
-        "ffn_gate_inp": "mixer.gate",
-        "ffn_up_exps": "mixer.experts.{}.up_proj",
-        "ffn_down_exps": "mixer.experts.{}.down_proj",
-        "ffn_up_shexp": "mixer.shared_experts.up_proj",
-        "ffn_down_shexp": "mixer.shared_experts.down_proj",
-    },
-    tensors={**NEMOTRON_H.tensors, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
-    sizes={
-        **NEMOTRON_H.sizes,
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
-    },
-    fields=_nemotron_moe_fields,
-    neutral={**NEMOTRON_H.neutral, "expert_gating_func": (2,)},  # a sigmoid
 )
 
 
@@ -253,7 +225,7 @@ def _granite_hybrid(metadata: GGUFMetadata, config: Fields) -> Fields:
     }
 
 
-GRANITE = GgufFamily(
+_GRANITE = GgufFamily(
     "GraniteForCausalLM",
     permuted=True,
     numbers={
@@ -265,10 +237,9 @@ GRANITE = GgufFamily(
     fields=_granite_dense,
     neutral={"rope.scaling.finetuned": (True,)},  # False: no layer rotates
 )
-GRANITE_MOE = GRANITE._replace(
+_GRANITE_MOE = _GRANITE._replace(
     architecture="GraniteMoeSharedForCausalLM",
     modules={
-        **EXPERTS,
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         **SHARED_EXPERT,
         "ffn_down_shexp": "shared_mlp.output_linear",
@@ -276,23 +247,10 @@ GRANITE_MOE = GRANITE._replace(
     sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     fields=_granite_moe,
 )
-GRANITE_HYBRID = GRANITE_MOE._replace(
-    architecture="GraniteMoeHybridForCausalLM",
-    modules={
-        **GRANITE_MOE.modules,
-        **mamba_modules("mamba"),
-        "ffn_down": "shared_mlp.output_linear",
-    },
-    tensors=mamba_tensors("mamba"),
-    sizes=SIZES,
-    fields=_granite_hybrid,
-    readings=lambda config: READINGS,
-    neutral={},
-)
 
 
 def _lfm2_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
-    """Return the fields of LFM2's config.json beyond the common ones."""
+    """Return the fields of _LFM2's config.json beyond the common ones."""
     heads = _by_layer(metadata, config, "attention.head_count_kv", config["num_key_value_heads"])
     return {
         "layer_types": ["full_attention" if count else "conv" for count in heads],
@@ -312,7 +270,7 @@ def _lfm2_moe_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     }
 
 
-LFM2 = GgufFamily(
+_LFM2 = GgufFamily(
     "Lfm2ForCausalLM",
     modules={
         "attn_norm": "operator_norm",
@@ -336,16 +294,188 @@ LFM2 = GgufFamily(
     fields=_lfm2_fields,
     readings=lambda config: {"shortconv.conv": Reading(axis=1)},
 )
-LFM2_MOE = LFM2._replace(
-    architecture="Lfm2MoeForCausalLM",
+
+
+def _qwen35_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
+    """Return the fields of Qwen3.5's config.json beyond the common ones."""
+    num_drafting = metadata.size("nextn_predict_layers", 0)
+    num_layers = config["num_hidden_layers"] - num_drafting
+    if num_layers < 1:
+        raise CheckpointError(
+            f"{metadata.file}: {metadata.architecture}.nextn_predict_layers {num_drafting} must be "
+            f"below block_count {config['num_hidden_layers']}"
+        )
+    num_heads = config["linear_num_value_heads"]
+    width = metadata.size("ssm.inner_size")
+    num_key_heads = config["linear_num_key_heads"]
+    if width % num_heads or num_heads % num_key_heads:
+        rule = f"a multiple of ssm.group_count {num_key_heads} that divides ssm.inner_size {width}"
+        raise metadata.unsupported("ssm.time_step_rank", num_heads, rule)
+    return {
+        "num_hidden_layers": num_layers,
+        "mtp_num_hidden_layers": num_drafting,
+        "layer_types": _qwen35_layer_types(metadata, num_layers, num_drafting),
+        "linear_value_head_dim": width // num_heads,
+    }
+
+
+def _qwen35_layer_types(metadata: GGUFMetadata, num_layers: int, num_drafting: int) -> list[str]:
+    """Return the type of each layer: by a list, or every so many layers have full attention."""
+    interval = metadata.size("full_attention_interval", 4)
+    listed = metadata.listed("attention.recurrent_layers", num_layers + num_drafting, bool)
+    if listed is None:
+        listed = [number % interval != 0 for number in range(1, num_layers + 1)]
+    return ["linear_attention" if state else "full_attention" for state in listed[:num_layers]]
+
+
+def _qwen35_readings(config: Fields) -> Mapping[str, Reading]:
+    """Return how tensors are read, by llama.cpp's name of their module."""
+    num_key_heads = config["linear_num_key_heads"]
+    head_dim = config["linear_value_head_dim"]
+    key_rows = 2 * num_key_heads * config["linear_key_head_dim"]
+    heads = Order(num_key_heads)
+    values = Order(num_key_heads, head_dim)
+    behind_keys = values._replace(start=key_rows)
+    norms = dict.fromkeys(
+        (
+            "attn_norm",
+            "post_attention_norm",
+            "attn_q_norm",
+            "attn_k_norm",
+            "output_norm",
+            "nextn.enorm",
+            "nextn.hnorm",
+            "nextn.shared_head_norm",
+        ),
+        Reading(offset=-1.0),
+    )
+    return {
+        **norms,
+        "attn_qkv": Reading(behind_keys),
+        "attn_gate": Reading(values),
+        "ssm_alpha": Reading(heads),
+        "ssm_beta": Reading(heads),
+        "ssm_a": Reading(heads, is_decay=True),
+        "ssm_dt": Reading(heads),
+        "ssm_conv1d": Reading(behind_keys, axis=1),
+        "ssm_out": Reading(columns=values),
+        "ffn_gate_inp_shexp": Reading(axis=0),
+    }
+
+
+_QWEN35 = GgufFamily(
+    "Qwen3_5ForCausalLM",
     modules={
-        **LFM2.modules,
-        "ffn_gate_inp": "feed_forward.gate",
-        "ffn_gate_exps": "feed_forward.experts.{}.w1",
-        "ffn_up_exps": "feed_forward.experts.{}.w3",
-        "ffn_down_exps": "feed_forward.experts.{}.w2",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
     },
-    sizes={**LFM2.sizes, **EXPERT_SIZES},
-    fields=_lfm2_moe_fields,
-    neutral={"expert_gating_func": (2,)},  # a sigmoid
+    tensors={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    draft_tensors={
+        "nextn.eh_proj.weight": "fc.weight",
+        "nextn.enorm.weight": "pre_fc_norm_embedding.weight",
+        "nextn.hnorm.weight": "pre_fc_norm_hidden.weight",
+        "nextn.shared_head_norm.weight": "norm.weight",
+    },
+    sizes={
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    partial_rotation=True,
+    fields=_qwen35_fields,
+    readings=_qwen35_readings,
 )
+
+
+STATES: dict[str, GgufFamily] = {
+    "falcon-h1": GgufFamily(
+        "FalconH1ForCausalLM",
+        modules={
+            **mamba_modules("mamba"),
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        tensors={
+            **mamba_tensors("mamba"),
+            "output_norm.weight": "model.final_layernorm.weight",
+            "ffn_norm": "pre_ff_layernorm.weight",  # as the converter names it
+        },
+        sizes=SIZES,
+        fields=_falcon_fields,
+        readings=lambda config: READINGS,
+    ),
+    "granite": _GRANITE,
+    "granitehybrid": _GRANITE_MOE._replace(
+        architecture="GraniteMoeHybridForCausalLM",
+        modules={
+            **_GRANITE_MOE.modules,
+            **mamba_modules("mamba"),
+            "ffn_down": "shared_mlp.output_linear",
+        },
+        tensors=mamba_tensors("mamba"),
+        sizes=SIZES,
+        fields=_granite_hybrid,
+        readings=lambda config: READINGS,
+        neutral={},
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2._replace(
+        architecture="Lfm2MoeForCausalLM",
+        modules={
+            **_LFM2.modules,
+            "ffn_gate_inp": "feed_forward.gate",
+            "ffn_gate_exps": "feed_forward.experts.{}.w1",
+            "ffn_up_exps": "feed_forward.experts.{}.w3",
+            "ffn_down_exps": "feed_forward.experts.{}.w2",
+        },
+        sizes={**_LFM2.sizes, **EXPERT_SIZES},
+        fields=_lfm2_moe_fields,
+        neutral={"expert_gating_func": (2,)},  # a sigmoid
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H._replace(
+        modules={
+            **_NEMOTRON_H.modules,
+            "ffn_gate_inp": "mixer.gate",
+            "ffn_up_exps": "mixer.experts.{}.up_proj",
+            "ffn_down_exps": "mixer.experts.{}.down_proj",
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        },
+        tensors={**_NEMOTRON_H.tensors, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+        sizes={
+            **_NEMOTRON_H.sizes,
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        },
+        fields=_nemotron_moe_fields,
+        neutral={**_NEMOTRON_H.neutral, "expert_gating_func": (2,)},  # a sigmoid
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35._replace(
+        architecture="Qwen3_5MoeForCausalLM",
+        modules={
+            **_QWEN35.modules,
+            **SHARED_EXPERT,
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        sizes={
+            **_QWEN35.sizes,
+            **EXPERT_SIZES,
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
+        neutral={"expert_gating_func": (1,)},  # a softmax
+    ),
+}

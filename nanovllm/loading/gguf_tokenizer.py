@@ -46,10 +46,6 @@ def tokenizer_settings(metadata: GGUFMetadata) -> dict[str, Any]:
     "add_space_prefix" if given; and the model's "architecture".
 
     Returns {} if there are no tokens.
-
-    Raises:
-        CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
-            that reading it would take minutes.
     """
     tokens = metadata.values.get("tokenizer.ggml.tokens")
     if tokens is None:
@@ -136,9 +132,6 @@ other, as in llama.cpp."""
 
 def convert_gguf_tokenizer(file: Path, settings: Mapping[str, Any]) -> Any:
     """Return transformers' tokenizer made from GGUF `file`, with its chat template.
-
-    Args:
-        settings: what `tokenizer_settings` returned for the file.
 
     Raises:
         UnsupportedModelError: the tokenizer is of another kind than byte-level BPE, SentencePiece's

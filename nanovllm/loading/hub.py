@@ -27,21 +27,17 @@ from nanovllm.options.validation import check_int, listed, shown
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model"),
     "tekken.json",
 )
-_CONFIG_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model"]
-OPENED_PATTERNS = [
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "tokenizer.model", "tiktoken.model"]
+_OPENED_PATTERNS = [
     "*config.json",
     "*token*.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
+    "tiktoken.model",
     "*.jinja",
     "chat_template.json",
-    "tekken.json",
-    "params.json",
     "additional_chat_templates/*.jinja",
 ]
 """Files of a directory that may be opened to read its settings and its tokenizer."""
@@ -98,11 +94,7 @@ def has_labels(config: dict[str, Any]) -> bool:
 
 
 def configured_checkpoint(config: Config) -> Checkpoint:
-    """Return the checkpoint of `config.model`, with what `config` replaces in it.
-
-    Raises:
-        CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
-    """
+    """Return the checkpoint of `config.model`, with what `config` replaces in it."""
     checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
     generation_config = checkpoint.generation_config
     tokenizer_path = checkpoint.tokenizer_path
@@ -127,11 +119,7 @@ def configured_checkpoint(config: Config) -> Checkpoint:
 
 
 def draft_checkpoint(config: Config) -> Checkpoint | None:
-    """Return the checkpoint of the draft network that `config` names; None if it names none.
-
-    Raises:
-        CheckpointError: as for `open_checkpoint`.
-    """
+    """Return the checkpoint of the draft network that `config` names; None if it names none."""
     spec = config.speculation
     if spec is None or spec.model is None:
         return None
@@ -265,12 +253,7 @@ def weight_files(
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return the weight files of a directory: those that its index names, or all.
-
-    Raises:
-        CheckpointError: the index names missing files, or a file is outside the directory or not a
-            regular one.
-    """
+    """Return the weight files of a directory: those that its index names, or all."""
     if named := _indexed_files(path / "model.safetensors.index.json"):
         return named
     if check_file(path, "model.safetensors"):
@@ -327,11 +310,7 @@ def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) 
 
 
 def _tagged_file(repo: str, tag: str, revision: str | None, download_dir: str | None) -> str:
-    """Return the one GGUF file of a hub repository whose name ends in `tag`, as REPO/FILE.
-
-    Raises:
-        CheckpointError: there is none, or there are several.
-    """
+    """Return the one GGUF file of a hub repository whose name ends in `tag`, as REPO/FILE."""
     ending = re.compile(rf"(^|[-._/]){re.escape(tag)}\.gguf$", re.IGNORECASE)
 
     def tagged(names: Iterable[str]) -> list[str]:
@@ -358,11 +337,7 @@ def _models(names: Iterable[str]) -> list[str]:
 
 
 def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the one GGUF file of directory `path`; download it if `model` is a hub id.
-
-    Raises:
-        CheckpointError: there is none, or there are several.
-    """
+    """Return the one GGUF file of directory `path`; download it if `model` is a hub id."""
     names = sorted(file.name for file in path.glob("*.gguf"))
     from_hub = not local_path(model).is_dir()
     if from_hub:
@@ -370,7 +345,7 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
     if not (names := _models(names) or names):
         has = ""
         if (path / "adapter_config.json").is_file():
-            has = f". It has an adapter: name its model, with merge_lora={str(path)!r}"
+            has = ". It has an adapter: name its model, and the adapter in lora_request"
         raise CheckpointError(
             f"{path} is not a model directory: it has no config.json and no GGUF file{has}"
         )
@@ -387,11 +362,7 @@ def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str |
 
 
 def _find_directory(model: str, revision: str | None, download_dir: str | None, what: str) -> Path:
-    """Return the directory of `model`, or of its download without weights; check its files.
-
-    Args:
-        what: "model" or "tokenizer", for messages.
-    """
+    """Return the directory of `model`, or of its download without weights; check its files."""
     local = local_path(model)
     if local.is_dir():
         path = local.resolve()
@@ -405,7 +376,7 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
     else:
         path = download(model, revision, _CONFIG_PATTERNS, download_dir)
     path = _network_folder(path)
-    for pattern in OPENED_PATTERNS:
+    for pattern in _OPENED_PATTERNS:
         for file in path.glob(pattern):
             check_file(path, str(file.relative_to(path)), MAX_FILE_BYTES)
     return path
@@ -413,4 +384,4 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
 
 def _tokenizer_path(path: Path) -> Path | None:
     """Return `path` if it has tokenizer files, otherwise None."""
-    return path if any((path / name).is_file() for name in _TOKENIZER_FILES) else None
+    return path if any((path / name).is_file() for name in TOKENIZER_FILES) else None

@@ -222,12 +222,10 @@ class _Chunk(NamedTuple):
     """Some rows of a shard, few enough to read at once."""
 
     name: str
-    slices: tuple[slice, ...]
-    """Into the checkpoint's tensor."""
+    slices: tuple[slice, ...]  # into the checkpoint's tensor
     target: torch.Tensor
     transposed: bool
-    owner: nn.Module
-    """Whose parameter the target is a part of."""
+    owner: nn.Module  # whose parameter the target is a part of
 
     def fitting(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, which were read, in the shape of `target`."""

@@ -18,17 +18,15 @@ class Shard:
     """
 
     name: str
-    shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
     target: torch.Tensor
     dim: int = 0
     start: int = 0
+    # Only this index of the tensor's first dimension is read; `dim` does not count it.
     index: int | None = None
-    """Only this index of the tensor's first dimension is read; `dim` does not count it."""
+    # The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose.
     transposed: bool = False
-    """The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose."""
-    optional: bool = False
-    """Whether a checkpoint may lack the tensor: `target` stays as it is then."""
+    optional: bool = False  # whether a checkpoint may lack the tensor: `target` stays as it is then
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -77,11 +75,7 @@ class Sharded(Protocol):
 def model_shards(
     model: nn.Module, known: Collection[str] = ()
 ) -> Iterator[tuple[nn.Module, list[Shard]]]:
-    """Yield each module that has its own parameters, with the shards that fill them.
-
-    Args:
-        known: see `Renamed.checkpoint_name`.
-    """
+    """Yield each module that has its own parameters, with the shards that fill them."""
     if known and isinstance(model, Expecting):
         model.expect(known)
     for prefix, module in model.named_modules():

@@ -43,14 +43,12 @@ class TensorInfo(NamedTuple):
     """What a file's header says of one tensor."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """In safetensors' names, or a GGUF file's type."""
+    dtype: str  # in safetensors' names, or a GGUF file's type
+    # Of the bytes of a GGUF tensor, in which a uint8 parameter takes it.
     blocks_shape: tuple[int, ...] | None = None
-    """Of the bytes of a GGUF tensor, in which a uint8 parameter takes it."""
+    # Whether these bytes can be had in the order of the model's rows and columns.
     has_blocks: bool = True
-    """Whether these bytes can be had in the order of the model's rows and columns."""
-    offset: int = 0
-    """Of its first byte in the file."""
+    offset: int = 0  # of its first byte in the file
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -102,9 +100,6 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _checked_names(header: bytes, size: int) -> list[str]:
     """Return the names in the header of a safetensors file of `size` bytes, in the order of the
     tensors. safetensors checks every entry; it maps a file, so it gets one of this process's own.
-
-    Raises:
-        SafetensorError: the header is not sound.
     """
     in_memory = hasattr(os, "memfd_create")  # Linux
     with open(os.memfd_create("header"), "wb") if in_memory else TemporaryFile() as copy:
@@ -117,9 +112,6 @@ def _checked_names(header: bytes, size: int) -> list[str]:
 def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
     """Return whether two tensors, each named by its file and its name there, have the same shape,
     dtype and values. Reads no more than it takes to find a difference.
-
-    Raises:
-        CheckpointError: a file is not sound.
     """
     headers = [read_header(file) for file, _ in (one, other)]
     infos = [header[name] for header, (_, name) in zip(headers, (one, other), strict=True)]
@@ -176,9 +168,6 @@ class TensorFile:
             slices: with a start and a stop for each dimension. The first is kept, even if its
                 length is 1. A tensor of one number is returned whole.
             raw: of a GGUF file: return the blocks' bytes.
-
-        Raises:
-            CheckpointError: the file ends before.
         """
         if self._opened is None:
             from nanovllm.loading.gguf import read_rows

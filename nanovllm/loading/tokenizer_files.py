@@ -38,11 +38,7 @@ _BETWEEN = re.compile(r"[\s:,]*")
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:
-    """Return the tokenizer of directory `path`, which has a tokenizer.json.
-
-    Raises:
-        CheckpointError: a file is invalid; it names the file.
-    """
+    """Return the tokenizer of directory `path`, which has a tokenizer.json."""
     backend, longest_entry = _read_backend(path / TOKENIZER_JSON)
     tokenizer = with_settings(path, backend)
     tokenizer.longest_entry = longest_entry
@@ -50,14 +46,7 @@ def read_tokenizer(path: Path) -> TextTokenizer:
 
 
 def with_settings(path: Path, backend: Tokenizer) -> TextTokenizer:
-    """Return a tokenizer with what the other files of directory `path` say of it.
-
-    Args:
-        backend: what splits text.
-
-    Raises:
-        CheckpointError: a file is invalid; it names the file.
-    """
+    """Return a tokenizer with what the other files of directory `path` say of it."""
     settings = read_json(path / _CONFIG)
     if str(settings.get("tokenizer_class")).removesuffix("Fast") == "BertTokenizer":
         _set_normalizer(backend, path, settings)
@@ -95,12 +84,6 @@ def read_chat_templates(path: Path, settings: Mapping[str, Any]) -> str | dict[s
 
     Separate files come before tokenizer_config.json, and that before chat_template.json, which
     is for models that see pictures.
-
-    Args:
-        settings: tokenizer_config.json.
-
-    Raises:
-        CheckpointError: a file cannot be read, or holds no template.
     """
     files = sorted((path / "additional_chat_templates").glob("*.jinja"))
     if (default := path / "chat_template.jinja").is_file():

@@ -8,7 +8,7 @@ from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.kimi_parts import KIMI_ALIASES, KIMI_NAMES, TYPES, kimi_delta
+from nanovllm.models.kimi_linear import KIMI_ALIASES, KIMI_NAMES, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.validation import shown

@@ -3,8 +3,7 @@
 from typing import ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.models.hybrid_parts import check_mixed
-from nanovllm.models.mamba_parts import MAMBA_NAMES, mamba_mixer
+from nanovllm.models.hybrid_parts import MAMBA_NAMES, check_mixed, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import attention_biases
 

@@ -1,4 +1,4 @@
-"""The BERT family: encoders, which make vectors and scores of texts. roberta.py has its relatives.
+"""The BERT and RoBERTa families: encoders, which make vectors and scores of texts.
 
 A layer's norms come after attention and after the MLP, so each is stored with what comes before it;
 here it is the first norm of what comes after it, and a layer adds to what it has normalised.
@@ -204,3 +204,36 @@ class BertForSequenceClassification(BertModel):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the logits [N, 1] float32 of `hidden` [N, hidden_size], of first tokens."""
         return self.classifier(hidden)
+
+
+class RobertaModel(BertModel):
+    """RoBERTa, Granite Embedding: BERT without types of tokens; makes vectors."""
+
+    prefix = "roberta."
+    skipped_positions = 2
+    no_position = 1
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {**BertModel.only, "pad_token_id": (1,)}
+
+
+class RobertaForMaskedLM(RobertaModel):
+    """DistilRoBERTa"""
+
+
+class XLMRobertaModel(RobertaModel):
+    """Multilingual E5, BGE M3: BERT without types of tokens; makes vectors."""
+
+
+class RobertaForSequenceClassification(BertForSequenceClassification):
+    """RoBERTa cross-encoders: RoBERTa with a head that scores a pair of texts."""
+
+    names = BertModel.names
+    left_out = (".pooler.dense.weight", ".pooler.dense.bias", ".position_ids")
+    prefix = RobertaModel.prefix
+    skipped_positions = RobertaModel.skipped_positions
+    no_position = RobertaModel.no_position
+    only = RobertaModel.only
+    takes_pairs = False
+
+
+class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):
+    """BGE rerankers: RoBERTa with a head that scores a pair of texts."""

@@ -1,8 +1,10 @@
-"""Fields of a config.json, checked one by one."""
+"""Fields of a config.json, checked one by one, and its rotary settings in all their forms."""
 
+from collections.abc import Collection
 from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.options.validation import check_bool, check_float, check_int, shown
 
 MAX_SIZE = 2**24
@@ -32,11 +34,7 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture that a parsed config.json names, or that of its text model.
-
-    Raises:
-        CheckpointError: it does not name one.
-    """
+    """Return the architecture that a parsed config.json names, or that of its text model."""
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")
@@ -80,3 +78,193 @@ def config_number(
 def config_bool(config: dict[str, Any], key: str, default: bool) -> bool:
     """Return a field that is true or false in a config.json; `default` if it is absent."""
     return check_bool(CheckpointError, f"config.json: {key}", config.get(key, default))
+
+
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+    "alpha": ("alpha",),
+    "factors": ("factors",),
+}
+"""The settings that each rope type needs. "factors" is nanovllm's, for GGUF files; "alpha" is
+HunYuan's, whose files call it "dynamic"."""
+_ROPE_NAMES = {"su": "longrope"}
+"""Other names for rope types."""
+_YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_COMMON_ROPE_KEYS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+    "truncate",
+    *_YARN_FLOATS,
+)
+"""Settings that any type may have; a type that does not use them ignores them."""
+FAMILY_KEYS = (
+    "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "mrope_section",
+    "mrope_interleaved",
+)
+"""Settings that a family reads, or that change nothing for text."""
+_ROPE_RANGE = (1e-3, 1e6)
+"""Range of every factor of a rope scaling. Outside it, angles are not finite."""
+
+
+def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
+    """Merge the rotary settings of transformers 5 (rope_parameters) and 4 (rope_scaling).
+
+    rope_scaling overrides rope_parameters, as in transformers 5: model cards tell users to add it
+    to config.json. original_max_position_embeddings of config.json itself overrides both. null
+    means absent. rope_parameters may have one object for each layer type.
+    """
+    keys = ("rope_parameters", "rope_scaling")
+    parameters, scaling = ({} if fields.get(key) is None else fields[key] for key in keys)
+    by_type = isinstance(parameters, dict) and any(isinstance(p, dict) for p in parameters.values())
+    if by_type:
+        if not isinstance(parameters.get(layer_type), dict):
+            raise CheckpointError(
+                f"config.json: rope_parameters must have an object for {layer_type}, are "
+                f"{shown(parameters)}"
+            )
+        parameters = parameters[layer_type]
+    if layer_type != "full_attention":
+        scaling = {}  # in Gemma 3 and Olmo 3 it is only for layers with full attention
+    given = scaling or parameters
+    for found in (scaling, parameters):
+        if not isinstance(found, dict):
+            raise CheckpointError(
+                f"config.json: the rope settings must be an object, are {shown(found)}"
+            )
+    settings = {key: value for key, value in given.items() if value is not None}
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if settings.get(key) == 0 and settings[key] is not False:
+            del settings[key]  # 0 counts as absent, as in transformers
+    local = (
+        {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
+    )
+    # As in transformers: next to rope_scaling, config.json's own fields come before
+    # rope_parameters, but after those of the layer type.
+    neox = {
+        "rope_theta": fields.get("rotary_emb_base"),
+        "partial_rotary_factor": fields.get("rotary_pct"),
+    }
+    order = (parameters, local, fields) if by_type else (local, fields, parameters)
+    for fallback in (*order, neox):
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if fallback.get(key) is not None:
+                settings.setdefault(key, fallback[key])
+    if fields.get("rotary_dim") is not None:  # MiniMax-M2's
+        head_dim = config_size(fields, "head_dim", config_size(fields, "rotary_dim"))
+        rotary_dim = config_size(fields, "rotary_dim", high=head_dim)
+        settings.setdefault("partial_rotary_factor", rotary_dim / head_dim)
+    original = "original_max_position_embeddings"
+    if fields.get(original) is not None:
+        settings[original] = fields[original]
+    return settings
+
+
+def check_rope(fields: dict[str, Any], reads: Collection[str]) -> None:
+    """Raise if a rotary setting is only for other families."""
+    settings = rope_settings(fields, "full_attention")
+    parameters = fields.get("rope_parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    by_type = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if by_type and "rope_parameters" not in reads:
+        raise UnsupportedModelError(
+            f"config.json: rope_parameters for {shown(by_type[0])} alone are not supported: this "
+            "family rotates all layers alike"
+        )
+    if settings.get("partial_rotary_factor", 1.0) == 1.0:
+        reads = (*reads, "partial_rotary_factor")
+    for key in FAMILY_KEYS:
+        if key in settings and key not in reads:
+            raise UnsupportedModelError(f"config.json: rope settings not supported: {key!r}")
+
+
+def _rope_type(settings: dict[str, Any]) -> str:
+    """Take the type out of `settings`, checked."""
+    other_name = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", other_name)
+    if rope_type == "dynamic" and settings.get("alpha") is not None:
+        rope_type = "alpha"
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            settings.pop(key, None)  # transformers also ignores them
+    if isinstance(rope_type, str):
+        rope_type = _ROPE_NAMES.get(rope_type, rope_type)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"config.json: rope scaling {shown(rope_type)} is not supported "
+            f"({', '.join(_ROPE_KEYS)})"
+        )
+    for key in _ROPE_KEYS[rope_type]:
+        if key not in settings:
+            raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")
+    if unknown := settings.keys() - {*_COMMON_ROPE_KEYS, *_ROPE_KEYS[rope_type], *FAMILY_KEYS}:
+        names = shown(", ".join(sorted(unknown)))
+        raise UnsupportedModelError(
+            f"config.json: rope settings not supported: {names} with rope_type {rope_type}"
+        )
+    return rope_type
+
+
+def read_rope(
+    fields: dict[str, Any],
+    max_position: int,
+    head_dim: int,
+    layer_type: str = "full_attention",
+    default_theta: float | None = None,
+) -> RopeConfig:
+    """Return the checked rotary settings of layers of `layer_type`."""
+    settings = rope_settings(fields, layer_type)
+    rope_type = _rope_type(settings)
+    theta = config_number(
+        {**fields, **settings}, "rope_theta", default_theta or 10_000.0, 2.0, 1e12
+    )
+    original = config_size(settings, "original_max_position_embeddings", max_position)
+    ratio = max_position / original if rope_type == "longrope" else 1.0
+    factor = config_number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)
+    partial = config_number(settings, "partial_rotary_factor", 1.0, 1e-3, 1.0)
+    floats = (*_YARN_FLOATS, "low_freq_factor", "high_freq_factor", "alpha")
+    extra: dict[str, Any] = {
+        key: config_number(settings, key, 1.0, *_ROPE_RANGE) for key in floats if key in settings
+    }
+    if "truncate" in settings:
+        extra["truncate"] = config_bool(settings, "truncate", True)
+    num_pairs = int(head_dim * partial) // 2
+    if rope_type != "proportional" and int(head_dim * partial) % 2:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor {partial} of head_dim {head_dim} is no even number"
+        )
+    for key, name in (
+        ("factors", "factors"),
+        ("short_factor", "factors"),
+        ("long_factor", "long_factors"),
+    ):
+        if key in settings:
+            extra[name] = _factors(settings[key], key, num_pairs)
+    rope = RopeConfig(theta, rope_type, factor, original, partial=partial, **extra)
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError(
+            f"config.json: rope low_freq_factor {rope.low_freq_factor} must be below "
+            f"high_freq_factor {rope.high_freq_factor}"
+        )
+    if rope_type == "longrope" and original < 2:
+        raise CheckpointError(
+            f"config.json: original_max_position_embeddings must be at least 2, is {original}"
+        )
+    return rope
+
+
+def _factors(values: Any, key: str, num_pairs: int) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) != num_pairs:
+        raise CheckpointError(
+            f"config.json: rope {key} must be a list of {num_pairs} numbers, half of what "
+            f"partial_rotary_factor leaves of head_dim, got {shown(values)}"
+        )
+    name = f"config.json: a number in rope {key}"
+    return tuple(check_float(CheckpointError, name, value, *_ROPE_RANGE) for value in values)

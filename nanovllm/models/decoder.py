@@ -5,8 +5,9 @@ of the checkpoint. Shapes: T tokens in the batch, O tokens in `batch.output_indi
 Only attention reads the batch's rows.
 """
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,8 +20,7 @@ from nanovllm.layers.attention import Attention, qk_norm_rope
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import Norm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.family import Family
+from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.model_config import ModelConfig
 
 
@@ -109,12 +109,7 @@ class GatedMLP(nn.Module):
 
 
 def make_norm(config: ModelConfig, layer: Callable[..., Norm] = RMSNorm, **options: Any) -> Norm:
-    """Return a norm of hidden states.
-
-    Args:
-        layer: its class, RMSNorm or LayerNorm.
-        options: of the class.
-    """
+    """Return a norm of hidden states."""
     return layer(config.hidden_size, config.rms_norm_eps, **options)
 
 
@@ -206,12 +201,85 @@ class Decoder(nn.Module):
         return self.embed_tokens(batch.input_ids)
 
 
-class DecoderForCausalLM(Family):
-    """The base of a family: a decoder with its language-model head. family.py has the rest.
+class Family(nn.Module):
+    """What a model family declares besides its layers: fields of config.json, names of tensors.
 
     Args:
         max_model_len: number of positions in the tables of rotary angles.
     """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    """The family's values of fields that a config.json may lack."""
+    aliases: ClassVar[dict[str, str]] = {}
+    """The family's names for some common fields: see `ModelConfig.from_hf`."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `model_config.ONLY_SOME_READ` that the family honours."""
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a config.json may have and that neither transformers nor the family applies."""
+    names: ClassVar[dict[str, str]] = {}
+    """The checkpoint's names for modules that have other names here."""
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Tensors that the network does not need and does not load: the beginnings of their names, or
+    their ends where a "." comes first."""
+    interleaved: ClassVar[bool] = False
+    """Whether the pairs that rotate are adjacent numbers of a head. See `QKNormRope`."""
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """The values that some fields may have: others are refused."""
+    skipped_positions: ClassVar[int] = 0
+    """Of max_position_embeddings: rows of a table that no position has."""
+    no_position: ClassVar[int | None] = None
+    """The token that takes no position of its own, if there is one: see `PositionedDecoder`."""
+    norm: ClassVar[dict[str, Any]] = {}
+    """Options of the norms, see `make_norm`."""
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__()
+        self.max_model_len = max_model_len
+        self.rotary: dict[tuple[RopeConfig | None, int], RotaryEmbedding] = {}
+
+    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
+        """Return the rotary embedding for `rope` (None: no rotation). Equal ones are shared."""
+        key = rope, head_dim
+        if key not in self.rotary:
+            frequencies = torch.zeros(head_dim // 2, device="cpu"), 1.0
+            if rope is not None:
+                frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
+            self.rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
+            self.rotary[key].interleaved = self.interleaved
+        return self.rotary[key]
+
+    def checkpoint_name(self, name: str, known: Collection[str]) -> str:
+        """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
+        if self.names:
+            pattern = "|".join(map(re.escape, self.names))
+            name = re.sub(pattern, lambda found: self.names[found[0]], name)
+        return next((each for each in self.all_names(name) if each in known), name)
+
+    def all_names(self, name: str) -> list[str]:
+        """Return the names that checkpoints may have for the tensor that transformers calls `name`,
+        which is the first.
+        """
+        label = ["score.weight"] if name == "lm_head.weight" else []
+        names = name, *self.published_names(name), *label
+        return [placed for each in names for placed in placed_names(each)]
+
+    def published_names(self, name: str) -> tuple[str, ...]:
+        """Return the names that files of the family have in place of transformers' `name`, or
+        transformers' own modules in place of the `name` in its files.
+        """
+        return ()
+
+
+def placed_names(name: str) -> tuple[str, ...]:
+    """Return the names that a checkpoint's tensor `name` may have: a model that also takes images
+    nests its text model, and one without a head is not nested at all.
+    """
+    nested = name.replace("model.", "model.language_model.", 1)
+    return name, nested, f"language_model.{name}", name.removeprefix("model.")
+
+
+class DecoderForCausalLM(Family):
+    """The base of a family: a decoder with its language-model head."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__(max_model_len)

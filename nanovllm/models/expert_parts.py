@@ -98,12 +98,7 @@ def sparse_mlp(
 def with_shared(
     sparse: SparseMLP, config: ModelConfig, size: int, *, gated: bool = False, fused: bool = False
 ) -> SparseMLP:
-    """Return `sparse` plus an expert of `size` that all tokens share; 0: `sparse` alone.
-
-    Args:
-        gated: see `SharedExpertMLP`.
-        fused: see `GatedMLP`.
-    """
+    """Return `sparse` plus an expert of `size` that all tokens share; 0: `sparse` alone."""
     if not size:
         return sparse
     shared = GatedMLP(dataclasses.replace(config, intermediate_size=size), fused=fused)
@@ -129,9 +124,6 @@ def deepseek_experts(config: ModelConfig, **choice: Any) -> SparseMLP:
 
     Experts are chosen by their sigmoids plus a bias, in groups if n_group is above 1. The names of
     the checkpoint are those of `DEEPSEEK_NAMES`.
-
-    Args:
-        choice: options of `sparse_mlp` in place of DeepSeek-V3's.
     """
     options = BY_SIGMOID | {
         "renormalize": config.flag("norm_topk_prob", default=True),
@@ -150,14 +142,7 @@ DEEPSEEK_NAMES = {
 
 
 def expert_groups(config: ModelConfig, best: int = 2) -> Groups | None:
-    """Return the groups of experts of n_group and topk_group; None: there is one.
-
-    Args:
-        best: see `Groups`.
-
-    Raises:
-        CheckpointError: the groups do not divide the experts, or are too small.
-    """
+    """Return the groups of experts of n_group and topk_group; None: there is one."""
     number = config.size("n_group", 1, high=MAX_EXPERTS)
     kept = config.size("topk_group", 1)
     if number == kept == 1:
@@ -185,9 +170,6 @@ def num_experts_of(config: ModelConfig) -> int:
 def expect_stored(model: nn.Module, known: Collection[str]) -> None:
     """Make the experts of `model` load the checkpoint's form: separate linears for each expert,
     under one of two sets of names, or tensors of all experts.
-
-    Args:
-        known: the names of the checkpoint's tensors.
     """
     separate = [name for name in known if ".experts.0." in name]
     form = PER_EXPERT if separate else _TOGETHER

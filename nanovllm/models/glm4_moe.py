@@ -1,8 +1,9 @@
-"""The GLM-4-MoE family: half of each head rotates; experts after the first layers."""
+"""The GLM-4-MoE and GLM-4.7-Flash families: experts after the first layers."""
 
 from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp
 from nanovllm.models.model_config import ModelConfig
 
@@ -30,3 +31,12 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
         return DecoderLayer(
             config, attention, GatedMLP(config) if is_dense else deepseek_mlp(config)
         )
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash: latent attention; experts chosen by sigmoids plus a bias, and one that all
+    tokens share.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"first_k_dense_replace": 1}
+    ignores = frozenset({"first_k_dense_replace"})

@@ -1,6 +1,7 @@
 """Parts of families that mix layers with full attention and layers with a state."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,12 +11,14 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.mamba2 import Mamba2, MambaSizes
 from nanovllm.layers.pieces import PiecedLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.short_conv import ShortConv
+from nanovllm.layers.state_layer import ShortConv
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases
+from nanovllm.options.validation import check_float, check_int, shown
 from nanovllm.utils.distributed import tensor_parallel
 
 DELTA_NAMES = {
@@ -107,14 +110,83 @@ def short_conv(config: ModelConfig) -> ShortConv:
 
 
 def check_mixed(types: list[str], field: str = "layer_types") -> list[str]:
-    """Check and return the `types` of a model's layers.
-
-    Args:
-        field: of the config, which says what they are.
-
-    Raises:
-        UnsupportedModelError: no layer has full attention.
-    """
+    """Check and return the `types` of a model's layers."""
     if "full_attention" not in types:
         raise UnsupportedModelError(f"config.json: {field} without full_attention is not supported")
     return types
+
+
+MAMBA_NAMES = {
+    f"self_attn.{part}": f"mamba.{part}"
+    for part in ("in_proj.", "conv1d.", "A_log", "D", "dt_bias", "norm.", "out_proj.")
+}
+"""Checkpoint names for the modules of a `Mamba2` in a `DecoderLayer`."""
+_MAX_DIM = 2**10
+_MAX_HEADS = 2**12
+
+
+class MambaFields(NamedTuple):
+    """The names of a config's fields for the sizes of a Mamba-2 layer, and for its biases."""
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    """It may be "auto"."""
+    groups: str = "mamba_n_groups"
+    state_size: str = "mamba_d_state"
+    taps: str = "mamba_d_conv"
+    conv_bias: str = "mamba_conv_bias"
+    bias: str = "mamba_proj_bias"
+    """Of the linears."""
+
+
+def mamba_mixer(
+    config: ModelConfig,
+    inner_size: int | None,
+    fields: MambaFields = MambaFields(),  # noqa: B008 (immutable)
+    **options: Any,
+) -> Mamba2:
+    """Return the Mamba-2 mixer of a layer."""
+    heads = config.size(fields.heads, high=_MAX_HEADS)
+    groups = config.size(fields.groups, high=_MAX_HEADS)
+    if heads % groups:
+        raise CheckpointError(
+            f"config.json: {fields.heads} {heads} is no multiple of {fields.groups} {groups}"
+        )
+    head_dim = config.fields.get(fields.head_dim)
+    if head_dim == "auto" and inner_size is not None:
+        head_dim = inner_size // heads
+    name = f"config.json: {fields.head_dim}"
+    head_dim = check_int(CheckpointError, name, head_dim, 1, _MAX_DIM)
+    if inner_size not in (None, heads * head_dim):
+        raise CheckpointError(
+            f"config.json: {fields.heads} {heads} times {fields.head_dim} {head_dim} is not "
+            f"{inner_size}, the size between the linears: mamba_d_ssm, or mamba_expand times "
+            "hidden_size"
+        )
+    state_size = config.size(fields.state_size, high=_MAX_DIM)
+    taps = config.size(fields.taps, high=MAX_TAPS, low=2)
+    bias = config.flag(fields.bias)
+    defaults = {
+        "eps": config.rms_norm_eps,
+        "conv_bias": config.flag(fields.conv_bias),
+        "bias": bias,
+        "output_bias": bias,
+    }
+    sizes = MambaSizes(config.hidden_size, heads, head_dim, groups, state_size, taps)
+    return Mamba2(sizes, step_limits(config), **{**defaults, **options})
+
+
+def step_limits(config: ModelConfig) -> tuple[float, float]:
+    """Return `time_step_limit`; without it, no limit. transformers writes infinity as an object."""
+    limits = config.fields.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    if not isinstance(limits, list) or len(limits) != 2:
+        raise CheckpointError(
+            f"config.json: time_step_limit must be a list of two numbers, is {shown(limits)}"
+        )
+    infinite = ({"__float__": "Infinity"}, math.inf)
+    low, high = limits
+    name = "config.json: a number in time_step_limit"
+    low = check_float(CheckpointError, name, low, 0.0)
+    return low, math.inf if high in infinite else check_float(CheckpointError, name, high, low)

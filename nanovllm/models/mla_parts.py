@@ -9,7 +9,7 @@ tokens: the bits of a row do not tell where it comes from.
 
 import math
 from collections.abc import Collection
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
 from nanovllm.layers.pieces import HeadLinear, PiecedLinear, SmallLinear, TensorRows
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import MAX_SIZE
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP
-from nanovllm.models.expert_parts import DEEPSEEK_NAMES, deepseek_mlp, expect_stored, is_typed_dense
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.distributed import tensor_parallel
 
@@ -57,11 +55,7 @@ class LatentSizes(NamedTuple):
 
 
 def latent_sizes(config: ModelConfig) -> LatentSizes:
-    """Return the sizes that the config says.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: they are wrong, or do not fit each other.
-    """
+    """Return the sizes that the config says."""
     q_lora_rank = None
     if config.fields.get("q_lora_rank") is not None:
         q_lora_rank = config.size("q_lora_rank")
@@ -210,44 +204,8 @@ def _mscale(rope: RopeConfig) -> float:
 def expect_heads(model: nn.Module, known: Collection[str]) -> None:
     """Make the latent attention of `model` load the checkpoint's form of kv_b_proj: one tensor, or,
     in GGUF files, two for each head.
-
-    Args:
-        known: the names of the checkpoint's tensors.
     """
     is_split = any(".k_b_proj.0." in name for name in known)
     for module in model.modules():
         if isinstance(module, HeadLinear):
             module.is_split = is_split
-
-
-class LatentForCausalLM(DecoderForCausalLM):
-    """The base of families with latent attention and DeepSeek's experts."""
-
-    names: ClassVar[dict[str, str]] = DEEPSEEK_NAMES
-    aliases: ClassVar[dict[str, str]] = {"head_dim": "qk_rope_head_dim"}
-
-    def expect(self, known: Collection[str]) -> None:
-        """Load experts, and the heads of kv_b_proj, together or each on its own, as a checkpoint
-        has them.
-        """
-        expect_stored(self, known)
-        expect_heads(self, known)
-
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        bias = config.flag("attention_bias")
-        attention = LatentAttention(config, self.latent_rope(config), bias=bias)
-        return DecoderLayer(config, attention, self.make_mlp(config, index))
-
-    def latent_rope(self, config: ModelConfig) -> RotaryEmbedding:
-        """Return the rotary embedding of a `LatentAttention`."""
-        found = self.rotary_emb(config.rope, config.head_dim)
-        found.interleaved = config.flag("rope_interleave", default=True)
-        return found
-
-    def make_mlp(self, config: ModelConfig, index: int) -> nn.Module:
-        """Return the MLP of layer `index`, or its experts."""
-        return GatedMLP(config) if is_typed_dense(config, index) else self.make_experts(config)
-
-    def make_experts(self, config: ModelConfig) -> nn.Module:
-        """Return the experts of a layer."""
-        return deepseek_mlp(config)

@@ -15,12 +15,13 @@ from nanovllm.layers.rotary_embedding import RopeConfig
 from nanovllm.models.config_fields import (
     MAX_SIZE,
     architecture_of,
+    check_rope,
     config_bool,
     config_number,
     config_size,
+    read_rope,
     text_fields,
 )
-from nanovllm.models.rope_fields import check_rope, read_rope
 from nanovllm.options.validation import check_float, shown
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -75,24 +76,21 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
-    """If the types of layers differ, that of the layers with full attention."""
-    max_position: int
-    """Positions that the model supports, rope scaling included."""
+    rope: RopeConfig  # if the types of layers differ, that of the layers with full attention
+    max_position: int  # positions that the model supports, rope scaling included
     tie_word_embeddings: bool
     dtype: torch.dtype
-    has_label: bool = False
-    """Whether the head gives one score and not the logits of tokens."""
+    has_label: bool = False  # whether the head gives one score and not the logits of tokens
+    # What config.json says about the form of the weights: `formats.weight_formats` reads it.
     quantization_config: Any = None
-    """What config.json says about the form of the weights: `formats.weight_formats` reads it."""
+    # Module of the class `architecture`. None is that of a family of this folder.
     module: str | None = None
-    """Module of the class `architecture`. None is that of a family of this folder."""
+    # The fields of the text model in config.json, with the family's defaults.
     fields: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """The fields of the text model in config.json, with the family's defaults."""
+    # What config.json calls a field, by its common name.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: _Names(), repr=False, compare=False
     )
-    """What config.json calls a field, by its common name."""
 
     @classmethod
     def from_hf(
@@ -244,11 +242,7 @@ class ModelConfig:
         return [window if name == "sliding_attention" else None for name in types]
 
     def rope_of(self, layer_type: str, theta: float | None = None) -> RopeConfig:
-        """Return the rotary settings of layers of `layer_type`.
-
-        Args:
-            theta: used if neither the config nor the family has one.
-        """
+        """Return the rotary settings of layers of `layer_type`."""
         original = config_size(self.fields, self.names["max_position_embeddings"])
         return read_rope(self.fields, original, self.head_dim, layer_type, theta)
 

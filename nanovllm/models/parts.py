@@ -48,11 +48,7 @@ SANDWICH = {
 
 
 def attention_biases(config: ModelConfig, *, default: bool = False) -> dict[str, Any]:
-    """Return the options of `SelfAttention` where attention_bias applies to all four linears.
-
-    Args:
-        default: used if the config lacks the field.
-    """
+    """Return the options of `SelfAttention` where attention_bias applies to all four linears."""
     bias = config.flag("attention_bias", default=default)
     return {"bias": bias, "output_bias": bias}
 
@@ -112,11 +108,7 @@ class WideNorm(RMSNorm):
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is multiplied by the activation of a projection of its input.
-
-    Args:
-        activation: see `Kernels.mul_act`.
-    """
+    """Attention whose output is multiplied by the activation of a projection of its input."""
 
     kernels: Kernels = TORCH
 
@@ -399,14 +391,7 @@ are rounded."""
 
 
 def named_activation(config: ModelConfig, key: str = "hidden_act", default: str = "gelu") -> str:
-    """Return the activation that field `key` of the config names, as `Kernels.act` takes it.
-
-    Args:
-        default: in transformers' names, used if the config lacks the field.
-
-    Raises:
-        UnsupportedModelError: the activation is not implemented.
-    """
+    """Return the activation that field `key` of the config names, as `Kernels.act` takes it."""
     name = config.fields.get(key, default)
     if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
         raise UnsupportedModelError(
@@ -416,12 +401,7 @@ def named_activation(config: ModelConfig, key: str = "hidden_act", default: str 
 
 
 class PlainMLP(nn.Module):
-    """An MLP without a gate: down_proj(act(up_proj(x))).
-
-    Args:
-        bias: whether the two linears have a bias.
-        activation: see `Kernels.act`.
-    """
+    """An MLP without a gate: down_proj(act(up_proj(x)))."""
 
     def __init__(self, config: ModelConfig, activation: str, bias: bool = False) -> None:
         super().__init__()

@@ -28,41 +28,41 @@ MODULES = {
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie4_5",
-    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4",
     "FalconH1ForCausalLM": "falcon_h1",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3",
+    "GPT2LMHeadModel": "gpt",
+    "GPTNeoXForCausalLM": "gpt",
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "Gemma3ForConditionalGeneration": "gemma",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
-    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
-    "GraniteMoeForCausalLM": "granite_moe",
-    "GraniteMoeHybridForCausalLM": "granite_hybrid",
-    "GraniteMoeSharedForCausalLM": "granite_moe",
-    "HunYuanDenseV1ForCausalLM": "hunyuan",
+    "GraniteMoeForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granite",
+    "GraniteMoeSharedForCausalLM": "granite",
+    "HunYuanDenseV1ForCausalLM": "llama",
     "KimiLinearForCausalLM": "kimi_linear",
     "LagunaForCausalLM": "laguna",
-    "Lfm2ForCausalLM": "lfm2",
-    "Lfm2MoeForCausalLM": "lfm2",
-    "Lfm3ForCausalLM": "lfm3",
-    "Lfm3VlForConditionalGeneration": "lfm3_vl",
+    "Lfm2ForCausalLM": "lfm",
+    "Lfm2MoeForCausalLM": "lfm",
+    "Lfm3ForCausalLM": "lfm",
+    "Lfm3VlForConditionalGeneration": "lfm",
     "LlamaForCausalLM": "llama",
-    "MellumForCausalLM": "mellum",
+    "MellumForCausalLM": "qwen3_moe",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "mistral",
     "Mistral3ForConditionalGeneration": "mistral",
-    "Mistral4ForCausalLM": "mistral4",
+    "Mistral4ForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
+    "MixtralForCausalLM": "mistral",
     "MuseGlimmerForConditionalGeneration": "muse_glimmer",
     "NemotronHForCausalLM": "nemotron_h",
     "Olmo2ForCausalLM": "olmo",
@@ -71,19 +71,19 @@ MODULES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3NextForCausalLM": "qwen3_5",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
-    "RobertaForMaskedLM": "roberta",
-    "RobertaForSequenceClassification": "roberta",
-    "RobertaModel": "roberta",
-    "SeedOssForCausalLM": "seed_oss",
-    "SmolLM3ForCausalLM": "smollm3",
-    "XLMRobertaForSequenceClassification": "roberta",
-    "XLMRobertaModel": "roberta",
+    "RobertaForMaskedLM": "bert",
+    "RobertaForSequenceClassification": "bert",
+    "RobertaModel": "bert",
+    "SeedOssForCausalLM": "llama",
+    "SmolLM3ForCausalLM": "llama",
+    "XLMRobertaForSequenceClassification": "bert",
+    "XLMRobertaModel": "bert",
 }
 """The file of each architecture, which has a class of this name. The class's docstring begins with
 "MODELS: LAYERS."; without ": " its layers are those of the class that it inherits from."""
@@ -94,12 +94,9 @@ class Supported(NamedTuple):
     """What the docstring of a family's class declares."""
 
     architecture: str
-    family: str
-    """The file in this folder, without ".py"."""
-    models: str
-    """The best-known models."""
-    layers: str
-    """What its layers have, in a phrase."""
+    family: str  # the file in this folder, without ".py"
+    models: str  # the best-known models
+    layers: str  # what its layers have, in a phrase
 
 
 def supported(architecture: str, module: str | None = None) -> Supported:
@@ -215,11 +212,7 @@ def _read(config: dict[str, Any], dtype: str, family: type[DecoderForCausalLM]) 
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
-    """Return the class that implements `config.architecture`.
-
-    Raises:
-        UnsupportedModelError: as for `check_architecture`.
-    """
+    """Return the class that implements `config.architecture`."""
     module = config.module
     if module is None:
         check_architecture(config.architecture)

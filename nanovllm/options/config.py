@@ -165,9 +165,9 @@ class Config:
     """User-defined model family, as "module:Class". None is the checkpoint's."""
     quantization: Annotated[str | None, _quantization] = None
     """Weight quantization: "int8" and "int4" store linear layers, embedding and language-model head
-    in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" whose inputs
-    the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3); "none"
-    converts the blocks of a GGUF file to the model's dtype; "module:Class" names your own
+    in 8 or 4 bits, except those that the checkpoint has in few bits; "w8a8" is "int8" with inputs
+    that the C kernels of a CPU round to 8 bits, too; "fp8" stores linear layers in FP8 (E4M3);
+    "none" converts the blocks of a GGUF file to the model's dtype; "module:Class" names your own
     `WeightFormat`. None is the form that each weight has in the checkpoint."""
     attention_backend: Annotated[str, _attention_backend] = "auto"
     """Attention backend: "auto" is the first for the device that supports the model; "module:Class"
@@ -187,14 +187,14 @@ class Config:
     """Maximum length of a sequence, prompt and output together. A value above the model's number of
     positions is reduced to it."""
     gpu_memory_utilization: Annotated[float, check_float, 0.01, 1.0] = 0.9
-    """Fraction of each GPU's memory that this engine may use, weights included. On a CPU it is one
-    of the machine's memory, and bounds the KV pool alone."""
+    """Fraction of each GPU's memory that this engine may use, weights included. On a CPU it is a
+    fraction of the machine's memory, and bounds the KV pool alone."""
     tensor_parallel_size: Annotated[int, check_int, 1, 1024] = 1
     """Number of processes that share each layer; above 1, each is a spawned process."""
     distributed_executor_backend: Annotated[str | None, check_choice, EXECUTOR_BACKENDS] = None
-    """Where the processes that share layers run: "mp" spawns them on this machine, "ray" has Ray
-    place them, on other machines too, even if it is one; "uni" is this process alone. None is this
-    process for one, and mp for several."""
+    """Where the processes that share layers run: "mp" spawns them on this machine, "ray" lets Ray
+    place them, even a single one, also on other machines; "uni" is this process alone. None is
+    this process for one, and mp for several."""
     step_runner: Annotated[str | None, check_plugin, "runner"] = None
     """Your own `StepRunner`, as "module:Class", for the steps that fit it; None disables it."""
     enforce_eager: bool = False
@@ -246,9 +246,6 @@ class Config:
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
     max_lora_rank: Annotated[int, check_int, 1, 512] = 16
     """Maximum rank of an adapter that a request names."""
-    merge_lora: Annotated[str | None, check_path, "a directory or None"] = None
-    """Directory of a LoRA adapter that is merged into the weights when they are loaded: all
-    requests use it, at no cost per step. None disables it."""
     trace_file: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""
@@ -259,9 +256,9 @@ class Config:
     """One or more of your own `LogitsRule` classes, as "module:Class". A request asks for one by
     name in extra_args."""
     logprobs_mode: Annotated[str, check_choice, LOGPROBS_MODES] = "raw_logprobs"
-    """What requests for log-probabilities get: raw is what the model says. Processed, of sampled
-    tokens, comes after rules, temperature and filters: -inf for tokens that these leave out. Logits
-    are not normalised."""
+    """What requests for log-probabilities get: raw values are the model's own; processed ones, of
+    sampled tokens, are taken after rules, temperature and filters, with -inf for tokens that are
+    ruled out. Logits are not normalised."""
     enable_return_routed_experts: bool = False
     """Return which experts each token had, for models that have experts. Steps then run layer by
     layer, and no prefix is taken from the cache."""
@@ -292,11 +289,6 @@ class Config:
             raise ConfigError(
                 "enable_return_routed_experts has each token computed, layer by layer: leave it "
                 "out, or step_runner and the tiers of the prefix cache"
-            )
-        if self.merge_lora is not None and self.enable_lora:
-            raise ConfigError(
-                "merge_lora merges one adapter into the weights, and with enable_lora=True each "
-                "request may name its own: leave one of both out"
             )
         if self.tensor_parallel_size > 1 and self.names_one_gpu:
             raise ConfigError(

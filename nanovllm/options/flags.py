@@ -1,4 +1,5 @@
-"""Command-line flags made from the fields of a dataclass: name, type, default and help.
+"""Command-line flags made from the fields of a dataclass: name, type, default and help; and what
+commands share.
 
 The help of a flag is the docstring below the field.
 """
@@ -17,11 +18,12 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from nanovllm.errors import ConfigError, NanoVLLMError, ServerError
-from nanovllm.options.config_file import with_file
+from nanovllm.options.config import Config
 from nanovllm.options.other_names import OTHER_NAMES, REMEDIES, OtherName
+from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
 
 UNITS = {"B": 1} | {
@@ -45,17 +47,18 @@ TEXTS = (Sequence[str], tuple[str, ...])
 JOINED = ("served_model_name",)
 """Fields that hold several names with commas between."""
 
-SHORT_FLAGS = {
-    "tensor_parallel_size": "-tp",
-    "pipeline_parallel_size": "-pp",
-    "data_parallel_size": "-dp",
-    "enable_expert_parallel": "-ep",
-    "quantization": "-q",
-    "optimization_level": "-O",
-    "compilation_config": "-cc",
-    "speculative_config": "-sc",
-}
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}
 """By option: vLLM's short flag."""
+
+
+MAX_TOKENS = 512
+"""max_tokens if neither a flag nor the checkpoint sets it."""
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+"""The fields of SamplingParams that a checkpoint may set."""
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+Command = Callable[[argparse.Namespace], int]
+"""Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
 
 class DashingParser(argparse.ArgumentParser):
@@ -102,8 +105,6 @@ class Parser(DashingParser):
         found: list[str] = []
         repeated = ""
         words = super()._spelled(words)
-        if "--config" in self._option_string_actions:
-            words = with_file(words, self)
         names_model = not words[0].startswith("-") if words else False
         for word in words:
             flag = word.partition("=")[0]
@@ -146,8 +147,8 @@ class Parser(DashingParser):
         """Raise ConfigError for a flag that is not known, and suggest the one that was meant."""
         name = word.partition("=")[0]
         field = name.lstrip("-").replace("-", "_")
-        if field in REMEDIES:
-            self.error(f"there is no flag {name:.80}: {_with_flags(REMEDIES[field], self)}")
+        if remedy := REMEDIES.get(name) or REMEDIES.get(field):
+            self.error(f"there is no flag {name:.80}: {in_flags(remedy, self)}")
         known = {
             flag[2:].replace("-", "_"): flag
             for flag, action in self._option_string_actions.items()
@@ -157,30 +158,6 @@ class Parser(DashingParser):
         meant = known.get(hint.partition("'")[2].removesuffix("'?"))  # None: it lists them all
         self.error(f"there is no flag {name:.80}" + (f"; did you mean '{meant}'?" if meant else ""))
 
-    def in_flags(self, text: str) -> str:
-        """Return `text` with its names of fields as flags: `--device cpu` for `device="cpu"`.
-
-        A name that is also an English word is one where "=", " must" or a quote follows it. What
-        stands in quotes is the user's.
-        """
-        actions = [action for action in reversed(self._actions) if action.option_strings]
-        spellings = {action.dest: action.option_strings for action in actions}  # the first counts
-        long = [re.escape(name) for name in spellings if "_" in name]
-        short = [rf"{re.escape(name)}(?==| must\b| ['\"])" for name in spellings if "_" not in name]
-        names = rf"(?<![\w./-])({'|'.join(long + short)})\b(?!\.\w|/)"
-        quoted = r"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-        value = r"""=(True\b|False\b|"[^"\s]+"|'[^'\s]+'|\d[\d.]*(?<!\.))"""
-
-        def spell(match: re.Match[str]) -> str:
-            if match[1] is None:
-                return match[0]
-            on, *off = spellings[match[1]]
-            if match[2] in ("True", "False") and off:
-                return on if match[2] == "True" else off[-1]
-            return " ".join([on, (match[2] or "").strip("\"'")]).rstrip()
-
-        return re.sub(rf"{quoted}|{names}(?:{value})?", spell, text)
-
     @contextlib.contextmanager
     def errors_in_flags(self) -> Iterator[None]:
         """Let the errors of this library name flags; a server's errors stay as they are."""
@@ -189,12 +166,12 @@ class Parser(DashingParser):
         except ServerError:
             raise
         except NanoVLLMError as error:
-            raise type(error)(self.in_flags(str(error))) from error
+            raise type(error)(in_flags(str(error), self)) from error
 
     def format_help(self) -> str:
         """Return the help, in which flags have their own spelling."""
         for action in self._actions:
-            action.help = action.help and self.in_flags(action.help)
+            action.help = action.help and in_flags(action.help, self)
         if not self._common:
             return super().format_help()
         formatter = self._get_formatter()
@@ -214,8 +191,7 @@ class Parser(DashingParser):
         """Let --help show these flags and examples alone, and --help-all every flag."""
         self._common = common
         self._examples = examples
-        about = f"Show all flags: {self.prog} has more than these."
-        self.add_argument("--help-all", action=_HelpAll, help=about)
+        self.add_argument("--help-all", action=_HelpAll, help="Show all flags, not only these.")
 
 
 class _HelpAll(argparse._HelpAction):
@@ -257,8 +233,8 @@ def add_flags(
     group: "argparse._ActionsContainer",
     owner: type,
     *,
-    but: Collection[str],
-    defaults: Mapping[str, str],
+    but: Collection[str] = (),
+    defaults: Mapping[str, str] | None = None,
 ) -> None:
     """Add a flag for each field of `owner` except those in `but`.
 
@@ -286,7 +262,7 @@ def add_flags(
             options |= {"type": _number(field.kind), "metavar": field.kind.__name__.upper()}
         else:
             options |= {"type": json_value, "metavar": "JSON"}
-        help_text = _help(docs.get(name, ""), field, defaults.get(name), options)
+        help_text = _help(docs.get(name, ""), field, (defaults or {}).get(name), options)
         group.add_argument("--" + name.replace("_", "-"), help=help_text, **options)
 
 
@@ -343,7 +319,7 @@ class _OtherFlag(argparse.Action):
         )
         if not self._other.accepts(value):
             given = f"{flag} {shown(values)[1:-1]}" if isinstance(values, str) else flag
-            remedy = _with_flags(self._other.remedy or "", parser)
+            remedy = in_flags(self._other.remedy or "", parser)
             parser.error(f"{given} is not supported: {remedy}")
         setattr(namespace, self.dest, value)
 
@@ -360,14 +336,29 @@ def _json_or_text(text: str) -> Any:
         return None if text == "None" else text
 
 
-def _with_flags(remedy: str, parser: argparse.ArgumentParser) -> str:
-    """Return a remedy that names fields, with the flags of those fields."""
-    fields = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
-    return re.sub(
-        r"\b([a-z]+_[a-z_]+)(=True)?",
-        lambda found: _flag(found[1]) if found[1] in fields else found[0],
-        remedy,
-    )
+def in_flags(text: str, parser: argparse.ArgumentParser) -> str:
+    """Return `text` with its names of fields as flags: `--device cpu` for `device="cpu"`.
+
+    A name that is also an English word is one where "=", " must" or a quote follows it. What
+    stands in quotes is the user's.
+    """
+    actions = [action for action in reversed(parser._actions) if action.option_strings]
+    spellings = {action.dest: action.option_strings for action in actions}  # the first counts
+    long = [re.escape(name) for name in spellings if "_" in name]
+    short = [rf"{re.escape(name)}(?==| must\b| ['\"])" for name in spellings if "_" not in name]
+    names = rf"(?<![\w./-])({'|'.join(long + short)})\b(?!\.\w|/)"
+    quoted = r"""(?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+    value = r"""=(True\b|False\b|"[^"\s]+"|'[^'\s]+'|\d[\d.]*(?<!\.))"""
+
+    def spell(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        on, *off = spellings[match[1]]
+        if match[2] in ("True", "False") and off:
+            return on if match[2] == "True" else off[-1]
+        return " ".join([on, (match[2] or "").strip("\"'")]).rstrip()
+
+    return re.sub(rf"{quoted}|{names}(?:{value})?", spell, text)
 
 
 def given_fields(owner: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -505,3 +496,70 @@ def _field_docs(owner: type) -> Mapping[str, str]:
                 ):
                     docs[name] = " ".join(text.split())
     return docs
+
+
+def add_command(
+    commands: Subparsers, run: Command, words: str, takes: str, more: str | None = None
+) -> Parser:
+    """Add a command, named as the function that runs it; return its parser.
+
+    Args:
+        words: what follows the name, for the help.
+        takes: for the error of a word too many, such as "models takes one MODEL".
+        more: what the help says at its end.
+    """
+    prog = commands._prog_prefix
+    parser = commands.add_parser(
+        run.__name__,
+        help=run.__doc__,
+        description=run.__doc__,
+        epilog=more,
+        usage=f"{prog} {run.__name__} {words}",
+    )
+    parser.set_defaults(command=run, parser=parser, takes=takes)
+    return parser
+
+
+def add_own_and_engine_flags(
+    parser: Parser, groups: Mapping[str, tuple[type, Collection[str]]], *common: str
+) -> None:
+    """Add a command's own flags, which --help shows, and those of the engine.
+
+    Args:
+        groups: by title: the class whose fields are flags, and those that are left out.
+        common: further flags that --help shows.
+    """
+    shown = list(common)
+    for title, (owner, left_out) in groups.items():
+        add_flags(parser.add_argument_group(title), owner, but=left_out)
+        shown += [name for name in fields_of(owner) if name not in left_out]
+    add_engine_flags(parser)
+    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
+    parser.shorten_help(shown)
+
+
+def add_engine_flags(parser: Parser, defaults: Mapping[str, str] | None = None) -> None:
+    """Add a flag for each field of Config. `defaults` is that of `add_flags`."""
+    add_flags(parser.add_argument_group("engine"), Config, but={"model"}, defaults=defaults)
+
+
+def add_sampling_flags(
+    parser: Parser, *, is_chat: bool | None = False, defaults: Mapping[str, str] | None = None
+) -> None:
+    """Add a flag for each field of SamplingParams that Config does not have.
+
+    Args:
+        is_chat: whether the defaults that the help names are those of chats; None if a flag
+            --chat decides.
+        defaults: that of `add_flags`, where it is not that of chats and completions.
+    """
+    own = {name: field.default for name, field in fields_of(SamplingParams).items()}
+    own["max_tokens"] = MAX_TOKENS
+    helps = {name: f"the checkpoint's, or else {own[name]}" for name in RECOMMENDED}
+    for name, value in CHAT_SAMPLING.items():
+        if is_chat:
+            helps[name] = f"the checkpoint's, or else {value}"
+        elif is_chat is None:
+            helps[name] += f"; {value} with --chat"
+    group = parser.add_argument_group("sampling")
+    add_flags(group, SamplingParams, but=fields_of(Config), defaults=helps | dict(defaults or {}))

@@ -20,7 +20,8 @@ _DEVICE = 'use device="cuda" or device="cpu", and tensor_parallel_size for sever
 _GRAPHS = "CUDA graphs are captured for all sizes; leave it out, or use enforce_eager=True for none"
 _ONE_COPY = "use tensor_parallel_size, or one LLM or server for each GPU"
 _NO_CODE = "the workers run no code of the caller: update_weights() gives them weights"
-_STATUS = "use GET /v1/models, /metrics or /status.json"
+_NOT_STORED = "responses are not stored: send the earlier items as input"
+_STATUS = "use GET /v1/models or /metrics"
 _STREAM = "use LLM.stream(prompt), or AsyncLLM.stream: they yield the tokens of each step"
 _STRUCTURED = 'use structured_outputs, such as {"json": ...}, {"regex": ...} or {"grammar": ...}'
 _TEXT_ONLY = "the models here read and write text only"
@@ -32,13 +33,12 @@ REMEDIES: Mapping[str, str] = {
         "block_size": "use kvcache_block_size",
         "num_gpu_blocks_override": "use num_kvcache_blocks",
         "swap_space kv_offloading_size": "use kv_offload_gib: GiB of host memory for KV",
-        "kv_transfer_config": "use kv_offload_gib, kv_cache_dir, or kv_store with a class",
         "cpu_offload_gb": "weights stay on one device; use quantization to make them smaller",
         "pipeline_parallel_size data_parallel_size": _ONE_COPY,
         "enable_expert_parallel": "each rank has a part of every expert; leave it out",
-        "nnodes node_rank master_addr": 'use distributed_executor_backend="ray"',
+        "--narrate": "use `nanovllm explain`, or trace_file",
+        "--config": "put the command with its flags into a shell script",
         "hf_token token use_auth_token": "use the environment variable HF_TOKEN",
-        "tokenizer_revision": "use tokenizer with a local directory of that revision",
         "rope_scaling rope_theta hf_config": "use hf_overrides to change fields of config.json",
         "task runner": "embed() and score() make vectors and scores of any model; leave it out",
         "speculative_model num_speculative_tokens": 'use speculative_config={"model": ...}',
@@ -48,10 +48,8 @@ REMEDIES: Mapping[str, str] = {
         "torch_dtype": "use dtype",
         "load_in_8bit load_in_4bit": 'use quantization="int8" or quantization="int4"',
         "cache_dir": "use download_dir",
-        "n_ctx ctx_size context_length": "use max_model_len",
         "n_gpu_layers device_map": _DEVICE,
-        "mem_fraction_static": "use gpu_memory_utilization",
-        "tp_size": "use tensor_parallel_size",
+        "merge_lora": "use enable_lora=True and lora_request, or PEFT's merge_and_unload",
         "ssl_keyfile ssl_certfile": "put a proxy with TLS in front of the server",
         "allowed_origins": "use cors_origins",
         # Values of options
@@ -79,7 +77,7 @@ REMEDIES: Mapping[str, str] = {
         "use_activation": "use PoolingParams(normalize=...); scores have the model's activation",
         "functions function_call": "use tools and tool_choice",
         "chat_template": "templates are not taken from requests; use chat_template_kwargs",
-        "conversation": "use previous_response_id, or send the whole conversation",
+        "conversation previous_response_id": _NOT_STORED,
         # Methods, imports and routes
         "encode": "use embed(), whose outputs have outputs.embedding",
         "classify /classify /v1/classify": _CLASSIFIERS,
@@ -132,21 +130,19 @@ def find_other(others: Mapping[str, OtherName], name: str) -> OtherName | None:
     return others.get(name)
 
 
-OTHER_NAMES: Mapping[str, Mapping[str, OtherName]] = {
+OTHER_NAMES: Mapping[str, dict[str, OtherName]] = {
     "Config": other_names(
         {
             """trust_remote_code async_scheduling disable_custom_all_reduce enable_sleep_mode
-            disable_log_stats disable_log_requests enable_log_requests
-            low_cpu_mem_usage""": (True, False),
-            """calculate_kv_scales disable_sliding_window enable_expert_parallel
-            enable_prompt_embeds load_in_8bit load_in_4bit""": (False,),
-            "enable_chunked_prefill use_v2_block_manager": (True,),
-            "swap_space cpu_offload_gb node_rank": (0,),
-            "pipeline_parallel_size data_parallel_size nnodes num_scheduler_steps": (1,),
-            "max_cpu_loras code_revision served_model_name": (...,),
+            disable_log_stats disable_log_requests enable_log_requests""": (True, False),
+            "enable_expert_parallel load_in_8bit load_in_4bit": (False,),
+            "enable_chunked_prefill": (True,),
+            "swap_space cpu_offload_gb": (0,),
+            "pipeline_parallel_size data_parallel_size": (1,),
+            "max_cpu_loras served_model_name": (...,),
             "tokenizer_mode model_impl": ("auto", "hf", "vllm"),
             "task runner convert": ("auto", "none", "generate", "embed", "pooling", "score"),
-            "torch_dtype device_map guided_decoding_backend moe_backend": ("auto",),
+            "torch_dtype device_map guided_decoding_backend": ("auto",),
             "rope_scaling mm_processor_kwargs": _EMPTY,
             "limit_mm_per_prompt": ({}, {"image": 0}, {"image": 0, "video": 0}),
             "compilation_config optimization_level": ({}, 1, 2, 3),
@@ -158,10 +154,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, OtherName]] = {
             "disable_uvicorn_access_log": (True, False),
             "enable_log_outputs enable_force_include_usage allow_credentials": (False,),
             "api_server_count": (1,),
-            "uvicorn_log_level": ("info",),
             "chat_template_content_format": ("auto", "string"),
-            "response_role": ("assistant",),
-            "allowed_methods allowed_headers": (["*"],),
         }
     ),
     "SamplingParams": other_names(

@@ -204,6 +204,17 @@ def guarded(plugin: T, seam: type, name: str, call: Callable[..., Any] = in_step
     return plugin
 
 
+def make_guarded(
+    name: str, seam: type, found: Callable[..., T], *args: Any, call: Callable[..., Any] = in_step
+) -> T:
+    """Return a new object of the user's class `found`, `guarded`.
+
+    Raises:
+        ConfigError: its `__init__` raises an exception that is not ours.
+    """
+    return guarded(at_start(name, "__init__()", found, *args), seam, name, call)
+
+
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return what calls a method of an object that outlives it, without a reference to the object:
     in a cycle it would keep a network in memory.

@@ -66,7 +66,7 @@ class PoolingParams:
     is the checkpoint's default, if it has one."""
     truncate_prompt_tokens: Annotated[int | None, check_int, -1, _MAX_SIZE] = None
     """Keep only so many tokens at the beginning of a prompt, with those that the tokenizer puts at
-    its end; -1 keeps as many as fit. None is to refuse a prompt that is too long."""
+    its end; -1 keeps as many as fit. None is an error for a prompt that is too long."""
     token_ids: Annotated[Sequence[int], _token_ids] = ()
     """The logits of these tokens after the prompt take the vector's place: rerankers set it."""
 

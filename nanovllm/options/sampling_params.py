@@ -220,7 +220,7 @@ class SamplingParams:
     before it may come from the prefix cache."""
     truncate_prompt_tokens: Annotated[int | None, check_int, -1] = None
     """Keep only this many tokens at the end of the prompt; -1 keeps as many as max_model_len has
-    room for. None is to refuse a prompt that is too long."""
+    room for. None is an error for a prompt that is too long."""
     detokenize: bool = True
     """Return text. Stop strings need it."""
     skip_special_tokens: bool = True

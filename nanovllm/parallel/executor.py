@@ -21,17 +21,15 @@ from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.utils.forked import end_openmp_threads
 from nanovllm.utils.pages import PageReserve, read_ahead
+from nanovllm.utils.process import end_openmp_threads
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar import GrammarCompiler
 
-_MIN_RESERVE = 64 * 2**20
-"""Bytes of weights below which a separate thread gains nothing."""
+_MIN_RESERVE = 64 * 2**20  # bytes of weights below which a separate thread gains nothing
 _PACKED_BITS = {None: 16, "none": 16, "int8": 8.125, "w8a8": 8.125, "int4": 4.5}
 """Of a packed number and its share of a scale, by the option `quantization`."""
-
 
 os.register_at_fork(before=end_openmp_threads)
 
@@ -40,11 +38,7 @@ class Future(Protocol):
     """The result of a launched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return its result.
-
-        Raises:
-            EngineDeadError: a worker died.
-        """
+        """Wait for the step and return its result. EngineDeadError: a worker died."""
         ...
 
 
@@ -65,9 +59,7 @@ class Executor(Protocol):
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(runner, *arguments)` on each rank, between two steps; return the results.
-
-        Args:
-            function: a function of a module; it and the arguments may be sent to other processes.
+        A module's function and its arguments can be sent to other processes.
 
         Raises:
             NanoVLLMError: a mistake of the user that a rank found: the ranks go on.
@@ -80,10 +72,8 @@ class Executor(Protocol):
         ...
 
     def shutdown(self, reason: str = ...) -> None:
-        """End the workers and release the model. Repeated calls do nothing.
-
-        Args:
-            reason: what EngineDeadError says in later calls.
+        """End the workers and release the model; later calls raise EngineDeadError with `reason`.
+        Repeated calls do nothing.
         """
         ...
 
@@ -93,12 +83,8 @@ def make_executor(
 ) -> Executor:
     """Return the executor for `config`, not yet started: the checkpoints are checked, not loaded.
 
-    Args:
-        draft: of the draft network, if speculation has one.
-
     Raises:
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
-        ConfigError: `config` asks for Ray, which is not installed.
     """
     by_ray = config.distributed_executor_backend == "ray"
     if by_ray and find_spec("ray") is None:

@@ -10,8 +10,7 @@ import struct
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-_PROOF_SECONDS = 5
-"""How long a stranger may keep the other end waiting."""
+_PROOF_SECONDS = 5  # how long a stranger may keep the other end waiting
 _IDLE_SECONDS = 2
 _PROBE_SECONDS = 1
 _NUM_PROBES = 4
@@ -43,10 +42,7 @@ def accept(server: socket.socket, key: bytes) -> Connection:
 
 
 def connect(address: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Return a connection to a socket of `listen`.
-
-    Args:
-        seconds: how long to wait for it, and for its proof.
+    """Return a connection to a socket of `listen`, within `seconds` each for it and its proof.
 
     Raises:
         AuthenticationError: the other end has another key.

@@ -15,12 +15,11 @@ from nanovllm.errors import ConfigError
 from nanovllm.parallel.rank_process import RankJob, run_spawned
 from nanovllm.parallel.rank_setup import num_threads, platform_class
 from nanovllm.utils.distributed import LOOPBACK, make_store
-from nanovllm.utils.forked import call_in_forked
+from nanovllm.utils.process import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec
 
 _GUARD = 'make the LLM below `if __name__ == "__main__":`, or in a function that is called there'
-_EXIT_SECONDS = 5.0
-"""How long `end` waits for the processes to exit before it kills them."""
+_EXIT_SECONDS = 5.0  # how long `end` waits for the processes to exit before it kills them
 
 
 class PipeRanks:

@@ -31,7 +31,7 @@ class Ranks(Protocol):
     size: int
 
     def start(self) -> None:
-        """Start all ranks. `end` has to be called even if this raises.
+        """Start all ranks; call `end` even if this raises.
 
         Raises:
             NanoVLLMError: the ranks cannot be started with these options.
@@ -39,11 +39,7 @@ class Ranks(Protocol):
         ...
 
     def send(self, rank: int, message: memoryview) -> None:
-        """Send a pickled `message` to `rank`.
-
-        Raises:
-            OSError: the rank has ended.
-        """
+        """Send a pickled `message` to `rank`. OSError: the rank has ended."""
         ...
 
     def wait(self) -> list[int]:
@@ -51,11 +47,7 @@ class Ranks(Protocol):
         ...
 
     def receive(self, rank: int) -> Any:
-        """Return the next message of `rank`.
-
-        Raises:
-            EOFError, OSError: the rank has ended.
-        """
+        """Return the next message of `rank`. EOFError, OSError: the rank has ended."""
         ...
 
     def alive(self) -> bool:
@@ -63,17 +55,14 @@ class Ranks(Protocol):
         ...
 
     def endings(self) -> list[str]:
-        """Say of each rank that has ended which it was and how, for an error's message.
-
-        Waits for two seconds at most: messages stop shortly before a process is gone.
+        """Say of each rank that has ended which it was and how, for an error's message. Wait up to
+        two seconds: messages stop shortly before a process is gone.
         """
         ...
 
     def end(self, *, at_once: bool = False) -> None:
-        """End all ranks and give back what they hold. Repeated calls do nothing.
-
-        Args:
-            at_once: kill the ranks; otherwise they have five seconds to end by themselves.
+        """End all ranks, within five seconds or at once; give back what they hold. Repeated calls
+        do nothing.
         """
         ...
 
@@ -88,7 +77,6 @@ class RankExecutor:
         self._received: list[deque[Any]] = [deque() for _ in self._all]
         self._dead: str | None = None
         self._grammars: GrammarCompiler | None = None  # not sent yet
-        self._num_commands = 0
 
     def start(self) -> WorkerInfo:
         try:
@@ -118,8 +106,7 @@ class RankExecutor:
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.check_health()
-        self._num_commands += 1
-        self._send(Command(self._num_commands, function, arguments), self._all)
+        self._send(Command(function, arguments), self._all)
         results = [self._command_result(rank) for rank in self._all]
         for result in results:
             if result.error is not None:
@@ -127,17 +114,14 @@ class RankExecutor:
         return [result.value for result in results]
 
     def _command_result(self, rank: int) -> CommandResult:
-        """Return what `rank` says of the last command; keep the results of steps before it."""
+        """Return what `rank` says of the command; keep the results of steps before it."""
         steps: list[StepResult] = []
-        try:
-            while True:
-                message: StepResult | CommandResult = self._receive(rank)
-                if not isinstance(message, CommandResult):
-                    steps.append(message)
-                elif message.command_id == self._num_commands:  # else Ctrl-C ended the wait for it
-                    return message
-        finally:
-            self._received[rank].extendleft(reversed(steps))
+        message: StepResult | CommandResult = self._receive(rank)
+        while not isinstance(message, CommandResult):
+            steps.append(message)
+            message = self._receive(rank)
+        self._received[rank].extendleft(reversed(steps))
+        return message
 
     def check_health(self) -> None:
         if self._dead is None and not self.ranks.alive():
@@ -152,8 +136,8 @@ class RankExecutor:
     def wait_for(self, step_id: int) -> StepResult:
         """Return rank 0's result of step `step_id`; drop earlier results, which are not read."""
         while True:
-            result: StepResult | CommandResult = self._receive(0)
-            if isinstance(result, StepResult) and result.step_id == step_id:
+            result: StepResult = self._receive(0)
+            if result.step_id == step_id:
                 return result
 
     def _send(
@@ -165,8 +149,8 @@ class RankExecutor:
                 self.ranks.send(rank, content)
         except OSError:
             self._die("a worker process died")
-        except BaseException:  # Ctrl-C: some ranks have the message and some do not
-            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
+        except BaseException:  # some ranks have the message and some do not
+            self._kill("the ranks were not all told what to do; make a new LLM")
             raise
 
     def _receive(self, rank: int) -> Any:
@@ -180,9 +164,6 @@ class RankExecutor:
                     status, value = self.ranks.receive(other)
                 except (EOFError, OSError):
                     continue
-                except BaseException:  # Ctrl-C: half of the message may still be on its way
-                    self._kill("interrupted while a rank answered; make a new LLM")
-                    raise
                 heard = True
                 if status == "error":
                     self._die(str(value), value)
@@ -195,11 +176,8 @@ class RankExecutor:
         return self._received[rank].popleft()
 
     def _die(self, reason: str, error: NanoVLLMError | None = None) -> NoReturn:
-        """Kill all ranks and raise. When one rank is dead, the others would wait for it for ever.
-
-        Raises:
-            NanoVLLMError: `error`, if a rank reported a mistake of the user.
-            EngineDeadError: otherwise.
+        """Kill all ranks, which would wait for a dead one for ever. Raise `error` if it is a
+        mistake of the user, else EngineDeadError.
         """
         self._kill("; ".join([reason, *self.ranks.endings()]))
         logger.error("workers ended: %s", self._dead)

@@ -36,13 +36,10 @@ class RankJob(NamedTuple):
 
     rank: int
     size: int
-    store_at: tuple[str, int]
-    """Address and port of the group's store."""
+    store_at: tuple[str, int]  # address and port of the group's store
     own_address: str
     num_threads: int
-    log_level: int
-    """The least level of the records that the rank sends. Those of rank 0 stand for all ranks, so
-    others send only warnings and errors."""
+    log_level: int  # of the records that rank 0 sends; others send only warnings and errors
 
 
 Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
@@ -52,16 +49,13 @@ Prepare = Callable[[], tuple[Platform, NetworkSpec, NetworkSpec | None]]
 class Command(NamedTuple):
     """A call of `function(runner, *arguments)`, in the order of the steps around it."""
 
-    command_id: int
-    function: Callable[..., Any]
-    """A function of a module, because its name is what is sent to other processes."""
+    function: Callable[..., Any]  # of a module: its name is what is sent to other processes
     arguments: tuple[Any, ...]
 
 
 class CommandResult(NamedTuple):
     """What one rank's call returned, or the mistake of the user that it found."""
 
-    command_id: int
     value: Any = None
     error: NanoVLLMError | None = None
 
@@ -69,10 +63,8 @@ class CommandResult(NamedTuple):
 def run_spawned(
     job: RankJob, pipe: Connection, target: NetworkSpec, draft: NetworkSpec | None
 ) -> None:
-    """Run a spawned rank until the pipe closes or the parent dies.
-
-    The process then exits at once, because Python takes half a second to take torch apart, and a
-    GPU's driver frees what it has.
+    """Run a spawned rank until the pipe closes or the parent dies. Then exit at once: Python takes
+    half a second to take torch apart, and a GPU's driver frees what it has.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -129,25 +121,19 @@ def run_rank(job: RankJob, pipe: Connection, prepare: Prepare) -> None:
 
 
 def _called(runner: ModelRunner, command: Command) -> CommandResult:
-    """Call the function of `command`.
-
-    Raises:
-        Exception: no mistake of the user. The rank then ends, as after a step that failed.
-    """
+    """Call the function of `command`. What it raises ends the rank, except a user's mistake."""
     try:
         with torch.inference_mode():
-            return CommandResult(command.command_id, command.function(runner, *command.arguments))
+            return CommandResult(command.function(runner, *command.arguments))
     except NanoVLLMError as error:
         if type(error) is NanoVLLMError:  # it wraps a crash
             raise
-        return CommandResult(command.command_id, error=error)
+        return CommandResult(error=error)
 
 
 class _Outbox:
-    """Sends a rank's messages in order.
-
-    It has its own thread, so that the rank launches the next step while the last step's tokens are
-    still being computed.
+    """Sends a rank's messages in order, in its own thread: so the rank launches the next step while
+    the last step's tokens are still being computed.
     """
 
     def __init__(self, pipe: Connection, rank: int) -> None:

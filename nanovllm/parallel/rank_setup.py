@@ -19,9 +19,9 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import PLATFORMS, Config
-from nanovllm.options.plugins import at_start, guarded, in_worker, is_plugin, load_class
+from nanovllm.options.plugins import at_start, in_worker, is_plugin, load_class, make_guarded
 from nanovllm.platform import Platform
-from nanovllm.utils.cgroup import groups
+from nanovllm.utils.process import control_groups
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
@@ -34,13 +34,10 @@ if TYPE_CHECKING:
 
 
 def check_network(config: Config, checkpoint: Checkpoint) -> NetworkSpec:
-    """Return what the ranks load of `checkpoint`. First check that it can run with `config`.
+    """Return what the ranks load of `checkpoint`.
 
     Raises:
-        CheckpointError: the architecture or a setting is not supported, there are no weights, or
-            their names, shapes and dtypes are not what the model needs.
-        ConfigError: `quantization` asks for what a quantised checkpoint cannot be; or there are
-            more ranks than attention heads.
+        CheckpointError, ConfigError: it cannot run with `config`.
     """
     model_config = _model_config(config, checkpoint)
     if model_config.quantization_config is not None:
@@ -66,13 +63,13 @@ def check_networks(
     """Return what the ranks load: the target, and the draft network if there is one.
 
     Raises:
-        CheckpointError, ConfigError: as for `check_network`, for each of both.
-        ConfigError: they have different vocabularies, or a class of the user's cannot be loaded.
+        CheckpointError, ConfigError: one of them cannot run with `config`, or not with the other,
+            or a class of the user's cannot be loaded.
     """
     _check_plugins(config)
     target = check_network(config, checkpoint)
     if config.speculation is not None and config.speculation.method == "mtp":
-        from nanovllm.features.speculation.proposers.mtp_config import check_mtp
+        from nanovllm.features.speculation.proposers.mtp_head import check_mtp
 
         return target, check_mtp(target)
     return target, None if draft is None else _check_draft(target, draft)
@@ -90,11 +87,10 @@ def _check_draft(target: NetworkSpec, checkpoint: Checkpoint) -> NetworkSpec:
         hf_overrides=None,
         dtype=str(target.model_config.dtype).removeprefix("torch."),
         speculative_config=None,
-        merge_lora=None,
         model_family=None,
     )
     if spec.method == "eagle3":
-        from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
+        from nanovllm.features.speculation.proposers.eagle3_head import check_eagle3
 
         files = []
         if config.load_format != "dummy":
@@ -136,12 +132,7 @@ def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def platform_class(config: Config) -> type[Platform]:
-    """Return the class of the device that the option device names: "auto" is the first one of ours
-    that is there.
-
-    Raises:
-        ConfigError: it is the user's, and cannot be loaded.
-    """
+    """Return the class of the option device; "auto" is the first one of ours that is there."""
 
     def load(value: str) -> type[Platform]:
         return load_class("device", value, Platform, ("device", "asked"))  # type: ignore[type-abstract]
@@ -152,11 +143,7 @@ def platform_class(config: Config) -> type[Platform]:
 
 
 def rank_platform(config: Config, rank: int = 0) -> Platform:
-    """Return the device of rank `rank`.
-
-    Raises:
-        ConfigError: there is no such device, or there are fewer than ranks.
-    """
+    """Return the device of a rank. ConfigError: there is none."""
     found = platform_class(config)
     device = found.find(config.device, rank, config.tensor_parallel_size)
     return found(device, config.device)
@@ -165,11 +152,7 @@ def rank_platform(config: Config, rank: int = 0) -> Platform:
 def make_runner(
     target: NetworkSpec, platform: Platform, draft: NetworkSpec | None = None
 ) -> ModelRunner:
-    """Return the runner of one rank, with the parts that the options ask for.
-
-    Args:
-        draft: the draft network, if speculation has one.
-    """
+    """Return the runner of one rank, with the parts that the options ask for."""
     config = target.config
     make_steps: Callable[[Network, int], StepRunners] | None = None
     make_drafter: Callable[[Network, int], Proposer] | None = None
@@ -185,7 +168,7 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        files = WeightSnapshot(_files_of(target))  # before they are loaded
+        files = WeightSnapshot(target.files)  # before they are loaded
     runner = ModelRunner(
         target,
         platform,
@@ -199,7 +182,7 @@ def make_runner(
 
         runner.parts.append(RankAdapters(runner))
     if config.enable_return_routed_experts:
-        from nanovllm.features.routing.rank_routing import RankRouting
+        from nanovllm.features.training.rank_routing import RankRouting
 
         runner.parts.append(RankRouting(runner))
     if files is not None:
@@ -210,11 +193,7 @@ def make_runner(
 
 
 def step_runner_class(value: str) -> type[StepRunner]:
-    """Return the class that the option step_runner names, "module:Class".
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Return the class that the option step_runner names."""
     return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
 
 
@@ -224,14 +203,8 @@ def _step_runner_maker(
     """Return what makes the step runner of the option step_runner; None without one."""
     if value is None:
         return None
-    name = f'step_runner="{value}"'
     found = step_runner_class(value)
-
-    def make(network: Network, tables: DeviceTables) -> StepRunner:
-        runner = at_start(name, "__init__()", found, network, tables)
-        return guarded(runner, StepRunner, name, in_worker)
-
-    return make
+    return partial(make_guarded, f'step_runner="{value}"', StepRunner, found, call=in_worker)
 
 
 def _check_plugins(config: Config) -> None:
@@ -249,7 +222,7 @@ def _check_plugins(config: Config) -> None:
 
         load_rules(config.logits_rules)
     if config.kv_store is not None:
-        from nanovllm.features.tiers.store import store_class
+        from nanovllm.features.tiers.directory import store_class
 
         store_class(config.kv_store)
     method = None if config.speculation is None else config.speculation.method
@@ -263,15 +236,6 @@ def _make_pooling(files: list[Path], network: Network) -> WorkerHook:
     from nanovllm.features.pooling.rank_pooling import RankPooling
 
     return RankPooling(network, files)
-
-
-def _files_of(target: NetworkSpec) -> list[Path]:
-    """Return the files that the weights of a network are made of."""
-    if target.config.merge_lora is None:
-        return target.files
-    from nanovllm.features.lora.peft_files import adapter_files
-
-    return [*target.files, *adapter_files(target.config.merge_lora)]
 
 
 def num_threads(config: Config) -> int:
@@ -292,7 +256,7 @@ def num_cores() -> int:
 
 def _cpu_limits() -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2), in cores."""
-    for group in groups("cpu"):
+    for group in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (group / "cpu.max").read_text().split()
             yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it

@@ -33,10 +33,8 @@ from nanovllm.worker.model_loader import NetworkSpec
 logger = logging.getLogger(__name__)
 
 _NUM_SLICES = 16
-_SLICE_BYTES = 2**16
-"""What is compared of each weight file: small ones as a whole."""
-_END_SECONDS = 2.0
-"""How long a rank whose engine is gone may take to end by itself."""
+_SLICE_BYTES = 2**16  # what is compared of each weight file: small ones as a whole
+_END_SECONDS = 2.0  # how long a rank whose engine is gone may take to end by itself
 
 
 class ActorPlace(NamedTuple):
@@ -45,12 +43,9 @@ class ActorPlace(NamedTuple):
     node_id: str
     pid: int
     address: str
-    port: int
-    """Where it waits for the engine."""
-    store_port: int
-    """Where ranks find each other; 0 for all but rank 0."""
-    versions: str
-    """Of nanovllm, torch and Python, which must be the same everywhere."""
+    port: int  # where it waits for the engine
+    store_port: int  # where ranks find each other; 0 for all but rank 0
+    versions: str  # of nanovllm, torch and Python, which must be the same everywhere
 
     def __str__(self) -> str:
         return f"node {self.address} ({self.node_id[:8]})"
@@ -65,8 +60,7 @@ class FoundFiles(NamedTuple):
     """What the engine read of a model. A rank must find the same on its node."""
 
     network: NetworkSpec
-    digests: dict[str, str]
-    """Of the weight files, by name."""
+    digests: dict[str, str]  # of the weight files, by name
 
 
 def found_files(network: NetworkSpec) -> FoundFiles:
@@ -75,9 +69,8 @@ def found_files(network: NetworkSpec) -> FoundFiles:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file's size and of slices all over it, from its beginning to its end.
-
-    Another version of a model often has files of the same sizes, but hardly the same slices.
+    """Return a digest of a file's size and of slices all over it: another version of a model often
+    has files of the same sizes.
     """
     size = path.stat().st_size
     digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
@@ -141,11 +134,7 @@ class RankActor:
 def _find_networks(
     config: Config, found: list[FoundFiles], place: str
 ) -> tuple[NetworkSpec, NetworkSpec | None]:
-    """Return the networks from this node's files.
-
-    Raises:
-        CheckpointError: they are missing here, or differ from those that the engine read.
-    """
+    """Return the networks from this node's files. CheckpointError: they are missing or differ."""
     try:
         networks = check_networks(config, configured_checkpoint(config), draft_checkpoint(config))
     except CheckpointError as error:
@@ -172,9 +161,8 @@ def _find_networks(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process soon after the engine's end of `lifeline` is gone, whatever it does.
-
-    A rank may be in a collective, whose other ranks are gone too; that would wait for minutes.
+    """End this process soon after the engine's end of `lifeline` is gone: a rank may wait in a
+    collective for minutes.
     """
     try:
         lifeline.recv_bytes()

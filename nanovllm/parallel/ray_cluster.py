@@ -15,11 +15,9 @@ from nanovllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_ROOM_SECONDS = 300.0
-"""How long to wait for room; an autoscaler takes minutes to add a machine."""
+_ROOM_SECONDS = 300.0  # how long to wait for room; an autoscaler takes minutes to add a machine
 _KNOCK_SECONDS = 5.0
-_SILENT_SECONDS = 3.0
-"""How much of this to wait before the log tells of it."""
+_SILENT_SECONDS = 3.0  # how much of this to wait before the log tells of it
 
 
 def join_cluster(num_cpus: int = 0, address: str | None = None, **options: Any) -> None:
@@ -63,7 +61,9 @@ def _join_or_start(num_cpus: int, options: dict[str, Any]) -> None:
 def _join(address: str | None, options: dict[str, Any]) -> None:
     try:
         if address is not None and address.rpartition(":")[2].isdigit():
-            _knock(address)
+            host, _, port = address.rpartition(":")  # else Ray tries for a minute, then exits
+            at = (host.strip("[]"), int(port))
+            socket.create_connection(at, timeout=_KNOCK_SECONDS).close()
         ray.init(**{**options, "address": address})
     except (OSError, RuntimeError, ValueError) as error:
         where = f"the address {address}" if address else "what `ray start` began here"
@@ -71,13 +71,6 @@ def _join(address: str | None, options: dict[str, Any]) -> None:
             f"{where}: no Ray cluster can be joined there: {error}; correct the address or "
             "RAY_ADDRESS, or leave both out, or use `ray stop`"
         ) from error
-
-
-def _knock(address: str) -> None:
-    """Raise OSError if nothing listens at `address`: Ray would try for a minute, then exit."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS):
-        pass
 
 
 def _in_lasting_thread(**options: Any) -> None:
@@ -105,9 +98,7 @@ def _in_lasting_thread(**options: Any) -> None:
 
 def wait_for_room(group: PlacementGroup, bundle: dict[str, float], size: int) -> None:
     """Wait until the cluster has reserved `size` times the resources `bundle` for `group`.
-
-    Raises:
-        ConfigError: it had no room for minutes.
+    ConfigError: it had no room for minutes.
     """
     needed = f"{size} times {amounts(bundle)}, each on one node"
     deadline = time.monotonic() + _ROOM_SECONDS

@@ -28,7 +28,7 @@ from nanovllm.parallel.rank_process import RankJob
 from nanovllm.parallel.rank_setup import num_threads
 from nanovllm.parallel.ray_actor import ActorPlace, RankActor, found_files, versions
 from nanovllm.parallel.ray_cluster import join_cluster, wait_for_room
-from nanovllm.utils.forked import call_in_forked
+from nanovllm.utils.process import call_in_forked
 from nanovllm.worker.model_loader import NetworkSpec
 
 _START_SECONDS = 300.0
@@ -36,8 +36,7 @@ _START_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 """How long `end` waits for the ranks to end before it kills them, and then for their processes."""
-_ALIVE_SECONDS = 1.0
-"""How often a long wait asks Ray for the actors."""
+_ALIVE_SECONDS = 1.0  # how often a long wait asks Ray for the actors
 
 
 class RayRanks:

@@ -51,20 +51,19 @@ class Platform(abc.ABC):
         asked: the option device.
     """
 
+    # Whether tensors of the device are memory of the host, taken as it is first written.
     in_host_memory: ClassVar[bool] = False
-    """Whether tensors of the device are memory of the host, taken as it is first written."""
+    # Whether calls return before the device is done, so that the host may prepare the next step.
+    # Kernels that the first call compiles are compiled at the start then.
     runs_ahead: ClassVar[bool] = False
-    """Whether calls return before the device is done, so that the host may prepare the next step.
-    Kernels that the first call compiles are compiled at the start then."""
+    # Whether features/graphs can capture steps as CUDA graphs.
     captures_graphs: ClassVar[bool] = False
-    """Whether features/graphs can capture steps as CUDA graphs."""
+    # Whether the kernels compute in float16. If not, a quantised checkpoint that says so is
+    # computed in bfloat16.
     computes_float16: ClassVar[bool] = True
-    """Whether the kernels compute in float16. If not, a quantised checkpoint that says so is
-    computed in bfloat16."""
+    # The option max_num_batched_tokens, if it is not given. Larger steps take more memory.
     default_num_batched_tokens: ClassVar[int] = 16384
-    """The option max_num_batched_tokens, if it is not given. Larger steps take more memory."""
-    collectives: ClassVar[Collectives] = GLOO
-    """How ranks exchange tensors."""
+    collectives: ClassVar[Collectives] = GLOO  # how ranks exchange tensors
 
     def __init__(self, device: torch.device, asked: str = "auto") -> None:
         self.device = device

@@ -16,8 +16,8 @@ from nanovllm.kernels.cpu.kernels import CKernels, CSamplingKernels, OneDnnKerne
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.platform import Platform
-from nanovllm.utils.cgroup import groups
 from nanovllm.utils.memory import keep_freed, lazy_zeros
+from nanovllm.utils.process import control_groups
 
 _POOL_BYTES = 4 * 2**30
 """Maximum size of the KV pool, unless config sets another."""
@@ -85,7 +85,9 @@ def available_memory() -> int:
     has a limit.
     """
     available = _meminfo_available()
-    for group, (limit_name, usage_name) in itertools.product(groups("memory"), _CGROUP_FILES):
+    for group, (limit_name, usage_name) in itertools.product(
+        control_groups("memory"), _CGROUP_FILES
+    ):
         try:
             with open(group / limit_name) as limit, open(group / usage_name) as usage:
                 left = int(limit.read()) - int(usage.read())
@@ -101,7 +103,7 @@ def memory_limit() -> int:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         limit = 4 * _POOL_BYTES
-    for group, (limit_name, _) in itertools.product(groups("memory"), _CGROUP_FILES):
+    for group, (limit_name, _) in itertools.product(control_groups("memory"), _CGROUP_FILES):
         try:
             with open(group / limit_name) as file:
                 limit = min(limit, int(file.read()))

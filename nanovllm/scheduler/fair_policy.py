@@ -50,10 +50,8 @@ class FairPolicy(Policy):
         return self._levels[self._priorities.first()].first() if self._levels else None
 
     def advance(self, seq: Sequence, num_left: int) -> None:
-        """Note that all but `num_left` tokens of a sequence are computed.
-
-        Until it is removed it stays first of its user, though it runs. Its user pays at the first
-        call, and then it keeps its turn for good.
+        """Let the user pay at the first call, after which the sequence keeps its turn for good.
+        Until it is removed it stays first of its user, though it runs.
         """
         self._levels[seq.priority].advance(seq, num_left)
 

@@ -20,11 +20,9 @@ class Policy(ABC):
 
     @abstractmethod
     def order(self, seq: Sequence) -> Any:
-        """Return the sort key of a sequence; lower ones go first, and no two are equal.
-
-        It is asked of running sequences, and of the one that is `first`. From then on it must not
-        change, except when the sequence is pushed or removed: `Sequence.is_queued` says whether
-        the policy holds it.
+        """Return the sort key of a sequence that runs or is `first`; lower ones go first, and no
+        two are equal. It changes only when the sequence is pushed or removed: see
+        `Sequence.is_queued`.
         """
 
     @abstractmethod
@@ -33,8 +31,8 @@ class Policy(ABC):
 
     @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence from the queue: its prompt is computed, it has ended, or it must wait
-        elsewhere until it is pushed again. Any queued sequence may be removed.
+        """Remove any queued sequence: its prompt is computed, it has ended, or it must wait
+        elsewhere until it is pushed again.
         """
 
     @abstractmethod
@@ -51,22 +49,13 @@ class Policy(ABC):
         """Note that a sequence has ended; if it was queued, it was removed first. Called once."""
 
     def victim(self, candidates: Seq[Sequence]) -> Sequence:
-        """Return the sequence that loses its KV, because the first candidate needs a page.
-
-        Args:
-            candidates: the sequence that needs the page, and the running ones after it in order.
-                None has a row in this step. If the first is the victim itself it gets none.
+        """Return the sequence that loses its KV, because the first candidate needs a page. The
+        others are the running ones after it in order; none of all has a row in this step.
         """
         return candidates[-1]
 
     def share(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        """Return how many tokens of a sequence the step computes.
-
-        Args:
-            num_missing: tokens that it could compute; at least 2: a single one is always computed.
-            budget: tokens that the step has left, at least 1.
-
-        Returns:
-            At least 1, and at most `num_missing` and `budget`.
+        """Return how many tokens of a sequence the step computes: at least 1, and at most
+        `num_missing`, of which there are 2 at least, and the `budget` that the step has left.
         """
         return min(num_missing, budget)

@@ -4,7 +4,9 @@ A sequence has `num_tokens` and `num_computed_tokens`; a step computes some of t
 are no phases: prefill, decode, resumption and draft verification are the same arithmetic.
 """
 
+import dataclasses
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,13 +15,12 @@ from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedu
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
-from nanovllm.scheduler.stats import SchedulerStats
 
 if TYPE_CHECKING:
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
+    from nanovllm.scheduler.admission_hook import AdmissionHook
 
 _NO_DETAILS = RowDetails()
 
@@ -28,10 +29,36 @@ class StallEvent(NamedTuple):
     """Why a sequence got no row in a step, or lost its KV."""
 
     seq_id: int
-    reason: str
-    """"preempted"; or it waits for "blocks", for a "table row", or for its "steps in flight"."""
-    preempted_by: int | None = None
-    """The sequence that needed blocks; itself, if nobody else could be preempted for it."""
+    reason: str  # "preempted"; or it waits for "blocks", a "table row", or its "steps in flight"
+    preempted_by: int | None = None  # who needed blocks; itself, if nobody else could be preempted
+
+
+@dataclasses.dataclass(slots=True)
+class TierStats:
+    """Counts since the engine started."""
+
+    num_host_tokens: int = 0  # tokens whose KV came from host memory
+    num_store_tokens: int = 0  # tokens whose KV came from a byte store
+    num_swapped_tokens: int = 0  # those of both whose sequence had been preempted
+    num_loads: int = 0  # loads that have ended
+    num_failed_loads: int = 0  # those of them of which a part was missing or wrong
+    num_offloaded_pages: int = 0  # pages that were copied to host memory
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the engine started."""
+
+    num_prefill_tokens: int = 0
+    """Computed tokens from which no output token was sampled, without drafts."""
+    num_decode_tokens: int = 0  # output tokens
+    num_prompt_tokens: int = 0  # of the sequences that were admitted, each counted once
+    num_queried_tokens: int = 0  # those of them that were looked up in the prefix cache
+    num_cached_tokens: int = 0  # those of them whose KV came from the prefix cache
+    num_preemptions: int = 0  # sequences that lost their KV because the pool was full
+    step_sizes: Counter[int] = dataclasses.field(default_factory=Counter)
+    """Launched steps, by the number of tokens that they compute."""
+    tiers: TierStats | None = None  # None: there is no tier below the pool
 
 
 class Scheduler:
@@ -51,10 +78,7 @@ class Scheduler:
     last: it loses its KV and waits again. Steps may overlap: tokens that a launched step will
     sample are pending. The cost of a step does not depend on how many are waiting.
 
-    Args:
-        drafting: adds drafts to rows; None disables speculation.
-        policy: the order of sequences; None: `FairPolicy`.
-        hooks: may hold sequences back; asked in this order.
+    What `drafting` adds to rows is drafts; `hooks` may hold sequences back, asked in this order.
     """
 
     def __init__(
@@ -67,7 +91,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         drafting: "AdaptiveDrafting | None" = None,
         policy: Policy | None = None,
-        hooks: Seq[AdmissionHook] = (),
+        hooks: "Seq[AdmissionHook]" = (),
     ) -> None:
         self.block_manager = block_manager
         # A step's last row of a prompt may go on for a few tokens more.
@@ -104,7 +128,7 @@ class Scheduler:
         longest = seq.num_prompt_tokens + seq.params.max_tokens
         seq.max_num_tokens = min(longest, self.max_model_len)
         self._sequences[seq.seq_id] = seq
-        self._enqueue(seq)
+        self._move(seq, is_queued=True)
 
     def schedule(self) -> Schedule | None:
         """Return the next step, with blocks allocated for its rows; None if nothing can run now.
@@ -141,8 +165,7 @@ class Scheduler:
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Sequence]:
         """Append a step's tokens; return the sequences that got any or failed, finished ones too.
-
-        An error ends its sequence. What this step wrote for it is not published.
+        What the step wrote for a failed one is not published.
         """
         assert schedule.step_id == result.step_id
         advanced: list[Sequence] = []
@@ -211,10 +234,8 @@ class Scheduler:
         *,
         keep_cached: bool = True,
     ) -> None:
-        """End a sequence and free what it owns. If it has ended, only its reasons change.
-
-        Args:
-            keep_cached: see `BlockManager.free`.
+        """End a sequence and free what it owns; see `BlockManager.free`. If it has ended, only its
+        reasons change.
         """
         seq.output.finish_reason = finish_reason
         seq.output.stop_reason = stop_reason
@@ -224,9 +245,8 @@ class Scheduler:
     # For hooks:
 
     def suspend(self, seq: Sequence) -> None:
-        """Remove a sequence from the policy's queue, as if its prompt were computed.
-
-        It waits, or runs without rows, until it is resumed. Its user's turn counts as used.
+        """Remove a sequence from the policy's queue, as if its prompt were computed: it waits, or
+        runs without rows, until it is resumed.
         """
         self.policy.advance(seq, 0)
         self._move(seq, is_queued=False)
@@ -241,7 +261,7 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_draft_tokens = 0
         if not seq.is_queued:
-            self._enqueue(seq)
+            self._move(seq, is_queued=True)
 
     def is_unfinished(self, seq: Sequence) -> bool:
         """Return whether a sequence runs or waits."""
@@ -252,14 +272,13 @@ class Scheduler:
         if seq.was_admitted:
             return
         seq.num_cached_tokens = seq.num_computed_tokens
-        queries = self.block_manager.enable_prefix_caching and seq.longest_hit > 0
-        self.stats.count_prompt(seq.num_prompt_tokens, seq.num_cached_tokens, queries=queries)
+        self.stats.num_prompt_tokens += seq.num_prompt_tokens
+        self.stats.num_cached_tokens += seq.num_cached_tokens
+        if self.block_manager.enable_prefix_caching and seq.longest_hit > 0:
+            self.stats.num_queried_tokens += seq.num_prompt_tokens
 
     def _schedule_rows(self) -> tuple[list[Row], list[NewBlocks], list[Admission]]:
-        """Return rows for sequences in order, the blocks added to block tables, and the admissions.
-
-        Merges two lists, both sorted by `Policy.order`: `self.running` and what the policy holds.
-        """
+        """Merge running and queued sequences; return rows, blocks of tables, and admissions."""
         rows: list[Row] = []
         new_blocks: list[NewBlocks] = []
         admissions: list[Admission] = []
@@ -287,7 +306,9 @@ class Scheduler:
                 continue
             num_scheduled = num_missing
             if num_missing > 1:
-                num_scheduled = self._row_length(seq, num_missing, budget)
+                num_scheduled = self.policy.share(seq, num_missing, budget)
+                if seq.is_queued:
+                    num_scheduled = self.block_manager.row_length(seq, num_scheduled)
             start = len(seq.kv.block_table)
             end = seq.num_computed_tokens + num_scheduled
             appended = self.block_manager.allocate_blocks(seq, end)
@@ -323,19 +344,10 @@ class Scheduler:
                 return self.policy.order(seq), seq
         return None
 
-    def _row_length(self, seq: Sequence, num_missing: int, budget: int) -> int:
-        """Return how many of a sequence's missing tokens its next row computes."""
-        share = self.policy.share(seq, num_missing, budget)
-        return self.block_manager.row_length(seq, share) if seq.is_queued else share
-
     def _allocate_by_preemption(self, seq: Sequence, end: int, index: int) -> list[int] | None:
-        """Preempt running sequences until `seq` has blocks for its first `end` tokens.
-
-        Args:
-            index: of `seq` among the running ones. Nobody from it on has a row in this step.
-
-        Returns:
-            The blocks appended; None if `seq` was a victim itself, and is preempted now.
+        """Preempt running sequences until `seq`, which is running[index], has blocks for its first
+        `end` tokens; return those appended, None if `seq` is preempted itself. Nobody from it on
+        has a row in this step.
         """
         appended = None
         while appended is None:
@@ -349,12 +361,8 @@ class Scheduler:
         return appended
 
     def _admit(self, seq: Sequence) -> Admission | None:
-        """Give a waiting sequence a table row and blocks; return None if they do not suffice.
-
-        Raises:
-            PluginError: it runs already, because the policy has changed the order of the running.
-        """
-        if seq.table_idx is not None:
+        """Give a waiting sequence a table row and blocks; return None if they do not suffice."""
+        if seq.table_idx is not None:  # the policy has changed the order of the running ones
             raise PluginError.of(
                 "scheduling_policy",
                 f"order() puts sequence {seq.seq_id} elsewhere than a moment ago: a key must not "
@@ -384,10 +392,8 @@ class Scheduler:
         return admission
 
     def _num_missing_tokens(self, seq: Sequence) -> int:
-        """Return how many of the sequence's tokens the next step can compute.
-
-        0 if steps in flight sample its last token, if it must wait for their results, or if a hook
-        holds it.
+        """Return how many of the sequence's tokens the next step can compute; 0 if steps in flight
+        sample its last token, if it must wait for their results, or if a hook holds it.
         """
         if seq.is_held:
             return 0
@@ -402,23 +408,15 @@ class Scheduler:
             return 0
         return num_tokens - seq.num_computed_tokens
 
-    def _enqueue(self, seq: Sequence) -> None:
-        """Let the policy hold a waiting sequence."""
-        self.policy.push(seq)
-        seq.is_queued = True
-
-    def _dequeue(self, seq: Sequence) -> None:
-        self.policy.remove(seq)
-        seq.is_queued = False
-
     def _move(self, seq: Sequence, *, is_queued: bool) -> None:
         """Add a sequence to the policy's queue, or remove it. A running one is sorted in again."""
         if seq.table_idx is not None:
             self.running.remove(seq)
         if is_queued:
-            self._enqueue(seq)
+            self.policy.push(seq)
         else:
-            self._dequeue(seq)
+            self.policy.remove(seq)
+        seq.is_queued = is_queued
         if seq.table_idx is not None:
             insort(self.running, seq, key=self.policy.order)
 
@@ -438,7 +436,7 @@ class Scheduler:
         if seq.table_idx is not None:
             self._release(seq, keep_cached=keep_cached)
         if seq.is_queued:
-            self._dequeue(seq)
+            self._move(seq, is_queued=False)
         for hook in self.hooks:
             hook.remove(seq)
         self.policy.end(seq)

@@ -25,7 +25,7 @@ from nanovllm.core.messages import (
     StepResult,
 )
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.windows import WindowSpec, num_tables
+from nanovllm.core.worker_info import WindowSpec, num_tables
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.group import KVCacheGroup
@@ -40,7 +40,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
-    from nanovllm.features.speculation.draft_controller import DraftController
+    from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
 
 VOCAB_SIZE = 5
@@ -413,10 +413,9 @@ class FakeEngine:
         self, controller: "DraftController | None", follows_drafts: bool
     ) -> "AdaptiveDrafting":
         from nanovllm.features.speculation import drafting
-        from nanovllm.testing.fake_controller import FakeController
 
         return drafting.AdaptiveDrafting(
-            controller or FakeController(lambda most: most),
+            controller or fake_controller(lambda most: most),
             self.manager,
             self.max_num_batched_tokens,
             follows_drafts=follows_drafts,
@@ -784,3 +783,22 @@ def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
         if reason == "stop" and output[-1] == eos and len(output) > 2:
             return [first]
     raise AssertionError("unreachable")
+
+
+def fake_controller(allow: Callable[[int], int]) -> "DraftController":
+    """Return a controller that allows each row what `allow` returns for the most it could take."""
+    from nanovllm.features.speculation.draft_controller import DraftController
+
+    def choose(candidates: "Seq[tuple[Acceptance, int]]", num_tokens: int) -> list[int]:
+        return [allow(most) for _, most in candidates]
+
+    controller = DraftController(0, (), ())
+    controller.choose = choose  # type: ignore[method-assign]
+    controller.skips_step = lambda: False  # type: ignore[method-assign]
+    return controller
+
+
+def random_limits(seed: int) -> "DraftController":
+    """Return a controller of random limits, often the highest and often 0."""
+    rng = random.Random(seed)
+    return fake_controller(lambda most: rng.choice([0, most, rng.randint(0, most)]))

@@ -20,12 +20,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.core.worker_info import WindowSpec, pages_for
 from nanovllm.features.speculation import drafting
 from nanovllm.features.speculation.draft_controller import DraftController
 from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.testing.fake_controller import random_limits
-from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
+from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses, random_limits
 from nanovllm.testing.invariants import check_scheduler
 
 PROMPT = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)

@@ -190,15 +190,13 @@ def make_symmetric_all_reduce(device: torch.device) -> SymmetricAllReduce | None
 class Collectives(NamedTuple):
     """How the ranks of a kind of device exchange tensors."""
 
-    backend: str
-    """torch.distributed's name for it."""
-    interface_variable: str
-    """The environment variable that names the network interface for it."""
+    backend: str  # torch.distributed's name for it
+    interface_variable: str  # the environment variable that names the network interface for it
+    # Whether it needs the name of the loopback's, too. gloo would look up this machine's name,
+    # which is often another network's.
     names_loopback: bool = False
-    """Whether it needs the name of the loopback's, too. gloo would look up this machine's name,
-    which is often another network's."""
+    # Makes what sums small tensors faster, on every rank or on none.
     make_all_reduce: Callable[[torch.device], SymmetricAllReduce | None] | None = None
-    """Makes what sums small tensors faster, on every rank or on none."""
 
 
 GLOO = Collectives("gloo", "GLOO_SOCKET_IFNAME", names_loopback=True)

@@ -9,26 +9,11 @@ MAX_DEPTH = 100
 
 
 class StrictJSONError(ValueError):
-    """Bytes are not JSON that `read` accepts; `key` is the one that an object has twice, if any."""
+    """JSON is not accepted; `key` is the one that an object has twice, if any."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
-
-
-class RepeatedKeyError(ValueError):
-    """An object has a key twice."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"it has the key {key[:80]!r} twice")
-        self.key = key
-
-
-class TooDeepError(ValueError):
-    """Arrays and objects are nested too deep."""
-
-    def __init__(self, max_depth: int) -> None:
-        super().__init__(f"it is nested more than {max_depth} deep")
 
 
 def read(data: bytes, name: str) -> Any:
@@ -37,21 +22,21 @@ def read(data: bytes, name: str) -> Any:
     Raises:
         StrictJSONError: it is not UTF-8, or `parse` refuses it.
     """
+    key = None
     try:
         return parse(data.decode())
     except UnicodeDecodeError as error:
         reason = f"is not UTF-8: {error.reason} at byte {error.start}"
-    except RepeatedKeyError as error:
-        raise StrictJSONError(f"{name} has the key {error.key[:80]!r} twice", error.key) from None
-    except TooDeepError as error:
+    except StrictJSONError as error:
         reason = str(error).removeprefix("it ")
+        key = error.key
     except json.JSONDecodeError as error:
         reason = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
         reason = f"is not JSON: {error}"
         if "int_max_str_digits" in reason:  # Python's advice is for programmers
             reason = "has a number of thousands of digits"
-    raise StrictJSONError(f"{name} {reason}") from None
+    raise StrictJSONError(f"{name} {reason}", key) from None
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
@@ -63,8 +48,7 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
             does.
 
     Raises:
-        RepeatedKeyError: an object has a key twice.
-        TooDeepError: it is nested too deeply.
+        StrictJSONError: an object has a key twice, or it is nested too deeply.
         ValueError: it is not JSON (`json.JSONDecodeError` says where), or has a number that is not
             finite.
     """
@@ -76,7 +60,7 @@ def parse(text: str, *, max_depth: int = MAX_DEPTH, finite: bool = True) -> Any:
             parse_float=_finite if finite else None,
         )
     except RecursionError:
-        raise TooDeepError(max_depth) from None
+        raise _too_deep(max_depth) from None
     if text.count("[") + text.count("{") > max_depth:
         _check_depth(value, max_depth)
     return value
@@ -88,7 +72,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise RepeatedKeyError(key)
+                raise StrictJSONError(f"it has the key {key[:80]!r} twice", key)
             seen.add(key)
     return fields
 
@@ -111,4 +95,8 @@ def _check_depth(value: Any, max_depth: int) -> None:
         level = [v for p in parents for v in (p.values() if isinstance(p, dict) else p)]
         if not level:
             return
-    raise TooDeepError(max_depth)
+    raise _too_deep(max_depth)
+
+
+def _too_deep(max_depth: int) -> StrictJSONError:
+    return StrictJSONError(f"it is nested more than {max_depth} deep")

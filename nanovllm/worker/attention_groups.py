@@ -27,8 +27,7 @@ class AttentionGroup(NamedTuple):
     """Layers that attend alike and have their KV in the same pages."""
 
     backend: Backend
-    table: int
-    """The block table that has the ids of these pages."""
+    table: int  # the block table that has the ids of these pages
 
 
 class AttentionGroups:

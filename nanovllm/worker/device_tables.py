@@ -13,8 +13,7 @@ import torch
 
 from nanovllm.attention.batch import Batch, HostLengths, Replaced
 from nanovllm.core.messages import Admission, Row, Schedule
-from nanovllm.core.windows import num_tables
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, num_tables
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.layers.sampling_tensors import SamplingTensors, pack
 from nanovllm.options.sampling_params import SamplingParams
@@ -61,7 +60,11 @@ class DeviceTables:
         self.token_ids, self.block_tables, *others, pages, offsets = columns
         self.other_tables = tuple(others)
         self.rope_offsets = offsets[:, 0]
-        self.state_table = _state_table(pages, info, platform)
+        self.state_table: StateTable | None = None
+        if info.kv.state_pages:
+            from nanovllm.worker import state_table
+
+            self.state_table = state_table.StateTable(pages, info, platform)
         self.sampling_tensors = SamplingTensors.greedy(num_rows, self.device)
         # Of each row's last token, after accepted drafts: what `kernels.accept` found.
         self.last_positions = platform.zeros((num_rows,), torch.int64)
@@ -181,12 +184,3 @@ class DeviceTables:
                 self.rules[new.table_idx] = LogitsRules(
                     new.params, new.num_prompt_tokens, *words, self.device, self._user_rules
                 )
-
-
-def _state_table(pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> "StateTable | None":
-    """Return what the tables have for layers with a state; None without such layers."""
-    if not info.kv.state_pages:
-        return None
-    from nanovllm.worker.state_table import StateTable
-
-    return StateTable(pages, info, platform)

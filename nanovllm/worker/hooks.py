@@ -14,8 +14,7 @@ from nanovllm.worker.step_output import PendingResult
 if TYPE_CHECKING:
     from nanovllm.worker.step_sampler import StepSampler
 
-LAPS = 3
-"""A step runner may overwrite the tokens of the run that is so many runs back."""
+LAPS = 3  # a step runner may overwrite the tokens of the run that is so many runs back
 
 
 class StepTensors(NamedTuple):
@@ -24,22 +23,20 @@ class StepTensors(NamedTuple):
     The next run may overwrite all of it but the tokens.
     """
 
-    hidden: torch.Tensor | None = None
-    """[T, hidden_size]."""
+    hidden: torch.Tensor | None = None  # [T, hidden_size]
+    # [T] int64, what follows each token, drawn without logits rules and stored in the tables. May
+    # be on the host: valid when the device is done.
     tokens: torch.Tensor | None = None
-    """[T] int64, what follows each token, drawn without logits rules and stored in the tables. May
-    be on the host: valid when the device is done."""
-    logits: torch.Tensor | None = None
-    """[T, vocab_size]; None on a rank without logits."""
+    logits: torch.Tensor | None = None  # [T, vocab_size]; None on a rank without logits
+    # [T] int64, what the tables held after each token before; None if no row has drafts
     draft_ids: torch.Tensor | None = None
-    """[T] int64, what the tables held after each token before; None if no row has drafts."""
 
 
 class StepRunner(ABC):
     """A faster way to run some steps than layer by layer."""
 
+    # Whether it takes rows with `num_unverified_tokens`, whose position only the device knows.
     follows_drafts: ClassVar[bool] = False
-    """Whether it takes rows with `num_unverified_tokens`, whose position only the device knows."""
 
     @abstractmethod
     def fits(self, rows: list[Row]) -> bool:
@@ -53,16 +50,12 @@ class StepRunner(ABC):
 class RowNeeds(NamedTuple):
     """What a part needs of the forward pass of some rows."""
 
-    indices: Seq[int] | None = ()
-    """In the batch, of the tokens whose hidden states are needed; None: of all tokens."""
-    read: Callable[[torch.Tensor], None] | None = None
-    """Takes these hidden states, in this order."""
+    indices: Seq[int] | None = ()  # in the batch, of the tokens whose hidden states are needed
+    read: Callable[[torch.Tensor], None] | None = None  # takes them in this order; None: all
+    # Whether no step runner may compute the rows. None can if one of the next two is given.
     by_layer: bool = False
-    """Whether no step runner may compute the rows. None can if one of the next two is given."""
-    embeds: Replaced | None = None
-    """For `Batch.embeds`."""
-    rope: Replaced | None = None
-    """For `Batch.rope_positions`: [N]."""
+    embeds: Replaced | None = None  # for `Batch.embeds`
+    rope: Replaced | None = None  # for `Batch.rope_positions`: [N]
 
 
 class WorkerHook:
@@ -72,13 +65,9 @@ class WorkerHook:
     """
 
     def open(self, info: WorkerInfo, run: Callable[[list[Row]], object]) -> WorkerInfo:
-        """Prepare for the KV pool and the tables, which now exist. Called once.
-
-        Args:
-            run: runs a step to measure it. Nothing of it may stay in the pool.
-
-        Returns:
-            `info` with what the part tells the scheduler.
+        """Prepare for the KV pool and the tables, which now exist; called once. `run` runs a step
+        to measure it, of which nothing may stay in the pool. Return `info` with what the scheduler
+        is told.
         """
         return info
 
@@ -86,10 +75,8 @@ class WorkerHook:
         """Prepare for a step. Called first of all, before the tables change."""
 
     def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
-        """Prepare for the forward pass of `rows`, which belong to a step or to a measurement.
-
-        Returns:
-            What the part needs of it; None: nothing.
+        """Prepare for the forward pass of `rows`, which belong to a step or to a measurement;
+        return what the part needs of it.
         """
         return None
 

@@ -9,8 +9,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence as Seq
 
-from nanovllm.core.windows import pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, pages_for
 from nanovllm.errors import OutOfMemoryError, refuses_memory
 from nanovllm.options.config import Config
 from nanovllm.platform import Platform
@@ -70,11 +69,7 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], platform: Platf
 
 
 def require_one_sequence(info: WorkerInfo) -> None:
-    """Check that the pool can hold one sequence of `max_model_len` tokens.
-
-    Raises:
-        OutOfMemoryError: it cannot.
-    """
+    """Raise OutOfMemoryError if the pool cannot hold one sequence of `max_model_len` tokens."""
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens

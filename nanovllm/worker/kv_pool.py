@@ -9,45 +9,37 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kernels.cpu.library import library, torch_on_one_thread
 from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.kernels.states import aligned
 from nanovllm.platform import Platform
 from nanovllm.utils.memory import populate, return_pages
 
-_BYTES_AHEAD = 32 * 2**20
-"""Bytes of memory kept ready after the last page in use."""
+_BYTES_AHEAD = 32 * 2**20  # bytes of memory kept ready after the last page in use
 
 
 class KVPlace(NamedTuple):
     """Where a layer's keys and values are."""
 
-    table: int
-    """The block table that has the ids of its pages."""
-    offset: int
-    """Bytes from the start of a page."""
+    table: int  # the block table that has the ids of its pages
+    offset: int  # bytes from the start of a page
 
 
 @dataclasses.dataclass(frozen=True)
 class PageLayout:
-    """How layers share the pages of a pool. See core/windows.py."""
+    """How layers share the pages of a pool. See core/worker_info.py."""
 
     page_bytes: int
-    places: tuple[KVPlace, ...]
-    """Of each layer."""
+    places: tuple[KVPlace, ...]  # of each layer
     windows: tuple[WindowSpec, ...]
 
 
 def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0) -> PageLayout:
-    """Return the layout for layers whose block takes `sizes` bytes.
+    """Return the layout for layers whose block takes `sizes` bytes, in pages of `least_bytes`.
 
-    Layers with full attention share one page. Those with equal windows get separate pages, as
-    many as they need. If all layers have full attention, or none has, all share one page.
-
-    Args:
-        windows: of each layer; None: full attention.
-        least_bytes: of a page.
+    Layers with full attention, whose window is None, share one page. Those with equal windows get
+    separate pages, as many as they need. If no layer has full attention, all share one page.
     """
     sizes = [aligned(size) for size in sizes]
     full = [index for index, window in enumerate(windows) if window is None]
@@ -81,10 +73,8 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
 class KVPool:
     """A zeroed pool. Masked keys must be finite, as in `Schedule.blocks_to_zero`.
 
-    Args:
-        shapes: of each layer's cache; dimension 1 counts the blocks.
-        by_page: whether a page's bytes lie side by side. Else each layer's cache is contiguous,
-            which needs layers that share one page.
+    Dimension 1 of a layer's cache counts the blocks. A page's bytes lie side by side if it is
+    `by_page`. Else each layer's cache is contiguous, which needs layers that share one page.
     """
 
     def __init__(
@@ -152,7 +142,7 @@ class KVPool:
         return found.movedim(2, 0).reshape(len(pages), -1)
 
     def scatter(self, pages: Seq[int], rows: torch.Tensor) -> None:
-        """Write `rows`, as `gather` returns them, to pages."""
+        """Write what `gather` returned to pages."""
         indices = self._platform.upload(pages)
         if self._by_page:
             self._pool[indices] = rows
@@ -176,9 +166,8 @@ class KVPool:
         self.populate_beyond(max(targets))
 
     def populate_beyond(self, block: int) -> None:
-        """On a CPU, have memory ready for the pages after `block`, which is in use or the first.
-
-        A pool on a CPU takes memory as pages are used, in their order.
+        """On a CPU, which gives memory to pages as they are used, have it ready for those after
+        `block`.
         """
         start = self._num_populated
         by_page = self._by_page and self._platform.in_host_memory

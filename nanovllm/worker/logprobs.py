@@ -19,21 +19,16 @@ from nanovllm.worker.device_tables import DeviceTables
 if TYPE_CHECKING:
     from nanovllm.worker.step_sampler import StepSampler
 
-_PIECE = 2**23
-"""Logits whose log-probabilities are in memory at the same time: 32 MiB in float32."""
-_PROMPT_ROWS = 256
-"""Prompt positions whose logits are in memory at the same time."""
+_PIECE = 2**23  # logits whose log-probabilities are in memory at the same time: 32 MiB in float32
+_PROMPT_ROWS = 256  # prompt positions whose logits are in memory at the same time
 
 
 class GatheredLogprobs(NamedTuple):
     """Log-probabilities of L positions, on the device or on the host."""
 
-    token_ids: torch.Tensor
-    """[L, 1 + k] int64: the position's own token, then the k most likely tokens."""
-    logprobs: torch.Tensor
-    """[L, 1 + k] float32."""
-    ranks: torch.Tensor
-    """[L] int64, of the position's own token; 1 is the most likely."""
+    token_ids: torch.Tensor  # [L, 1 + k] int64: the own token, then the k most likely tokens
+    logprobs: torch.Tensor  # [L, 1 + k] float32
+    ranks: torch.Tensor  # [L] int64, of the position's own token; 1 is the most likely
 
     def tolist(self, counts: Seq[int]) -> list[TokenLogprobs]:
         """Return Python numbers; position i gets its own token and the `counts[i]` most likely."""
@@ -47,13 +42,10 @@ class GatheredLogprobs(NamedTuple):
 class Logprobs(NamedTuple):
     """Log-probabilities of L samples, or of L tokens of prompts."""
 
-    seq_ids: list[int]
-    """[L]."""
-    counts: list[int]
-    """[L], how many of the most likely tokens the request wants."""
+    seq_ids: list[int]  # [L]
+    counts: list[int]  # [L], how many of the most likely tokens the request wants
     values: GatheredLogprobs
-    positions: list[int] | None = None
-    """[L], of the tokens in their prompts; None: they are of samples."""
+    positions: list[int] | None = None  # [L], of the tokens in their prompts; None: of samples
 
     def to_host(self, platform: Platform) -> "Logprobs":
         return self._replace(values=GatheredLogprobs(*map(platform.to_host, self.values)))
@@ -66,12 +58,8 @@ def sampled_logprobs(
     tokens: torch.Tensor,
     mode: str = "raw_logprobs",
 ) -> list[Logprobs]:
-    """Return the log-probabilities of the samples whose request wants them, after `sample`.
-
-    Args:
-        logits: [S, vocab_size], as the model gave them: no rules, no temperature.
-        tokens: [S], the sampled tokens.
-        mode: `Config.logprobs_mode`.
+    """Return the log-probabilities of the samples whose request wants them, after `sample`. The
+    logits [S, vocab_size] are the model's: no rules, no temperature. `mode` is that of `Config`.
     """
     counts = {
         index: count
@@ -97,15 +85,8 @@ def processed_logits(
     filters leave out.
 
     A greedy row has neither temperature nor filters. A drawn token is never left out: rounding may
-    put a token at the edge of top_p on either side.
-
-    Args:
-        logits: [L, vocab_size], after the rules.
-        tokens: [L], the drawn tokens.
-        sampling: of these rows.
-
-    Returns:
-        [L, vocab_size] float32, a new tensor.
+    put a token at the edge of top_p on either side. The logits [L, vocab_size] are those after the
+    rules; the returned tensor is a new one, of float32.
     """
     scores = logits.float().clone()
     greedy = sampling.temperatures < GREEDY_BELOW
@@ -144,11 +125,8 @@ def prompt_logprobs(
 ) -> list[Logprobs]:
     """Return the log-probabilities of the prompt tokens of `rows`; none except on rank 0.
 
-    The hidden state of one token gives the log-probabilities of the next.
-
-    Args:
-        hidden: [T, hidden_size], of all tokens of the step.
-        mode: `Config.logprobs_mode`; no prompt's token is sampled, so processed is raw here.
+    The hidden state of one token gives the log-probabilities of the next. No prompt's token is
+    sampled, so a processed `mode` is raw here.
     """
     wanted: list[tuple[Row, range]] = []
     indices: list[int] = []  # of the hidden states

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError
-from nanovllm.kernels.torch_kernels import Kernels
-from nanovllm.layers.linear import WeightModule
+from nanovllm.kernels.cpu.build import PANEL
+from nanovllm.kernels.cpu.packed import PackedWeight
+from nanovllm.kernels.torch_kernels import Kernels, LinearMethod
+from nanovllm.layers.linear import QuantizedRows, WeightModule, shared_matrices
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.loader import (
-    Store,
     check_tensors,
     init_dummy_shards,
     init_dummy_weights,
@@ -33,27 +35,22 @@ from nanovllm.options.plugins import at_start
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
-from nanovllm.worker.weight_forms import WeightForms
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_DTYPE_LOCK = threading.Lock()
-"""Held while torch's default dtype, which is global to the process, is changed."""
+_DEFAULT_DTYPE_LOCK = threading.Lock()  # held while torch's default dtype is changed
 
 
 class NetworkSpec(NamedTuple):
     """A checked checkpoint, which each rank loads."""
 
-    config: Config
-    """Options; `config.model` is this checkpoint, also for a draft network."""
+    config: Config  # `config.model` is this checkpoint, also for a draft network
     model_config: ModelConfig
-    files: list[Path]
-    """The weight files; none for dummy weights."""
-    reserve: PageReserve | None = None
-    """Has memory for the weights already."""
+    files: list[Path]  # of weights; none for dummy weights
+    reserve: PageReserve | None = None  # has memory for the weights already
+    # Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
+    # target's.
     one_table: bool = False
-    """Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
-    target's."""
 
 
 def num_positions(spec: NetworkSpec) -> int:
@@ -74,8 +71,6 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     they are those of a network without one. First check that they hold what the model needs, by
     their headers alone.
 
-    Allocates nothing: the model that names the tensors is on torch's meta device.
-
     Raises:
         CheckpointError: a file is unsound, or a tensor's name, shape or dtype is wrong.
     """
@@ -93,7 +88,11 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     if model_config.tie_word_embeddings and _has_own_head(model, header_of):
         model_config = dataclasses.replace(model_config, tie_word_embeddings=False)
         model = make_modules(model_config, 1, meta, known)
-    elif not model_config.tie_word_embeddings and _lacks_head(known):
+    elif (
+        not model_config.tie_word_embeddings
+        and "embed_tokens.weight" in known
+        and "lm_head.weight" not in known
+    ):  # as embedding models are saved
         logger.warning(
             "%s: there is no language-model head: the model makes vectors, and what it generates "
             "means nothing",
@@ -104,11 +103,6 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
     check_tensors(model, header_of, ignored)
     return model_config
-
-
-def _lacks_head(known: Collection[str]) -> bool:
-    """Return whether the files hold a network without a head, as embedding models are saved."""
-    return "embed_tokens.weight" in known and "lm_head.weight" not in known
 
 
 def _has_own_head(model: nn.Module, headers: dict[Path, dict[str, TensorInfo]]) -> bool:
@@ -174,10 +168,7 @@ def make_modules(
     known: Collection[str] = (),
 ) -> nn.Module:
     """Return the modules of a model, which expect the weights in the form that config.json says.
-
-    Args:
-        device: torch's meta device: nothing is allocated.
-        known: the names of the checkpoint's tensors; empty: unknown.
+    `known` has the names of the checkpoint's tensors, if they are known.
     """
     model = _build(model_config, max_model_len, device)
     if model_config.quantization_config is not None:
@@ -195,9 +186,7 @@ def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) 
 
 
 def user_parts(model_config: ModelConfig) -> str | None:
-    """Return the names of a family and a weight format of the user's, for errors; None: all is
-    ours.
-    """
+    """Return the names of the user's family and weight format, for errors; None: all is ours."""
     names = [user_family(model_config)]
     if model_config.quantization_config is not None:
         from nanovllm.features.quantization.weight_formats import user_format
@@ -217,7 +206,6 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
     config = spec.config
     reserve = spec.reserve
     forms = WeightForms(model, spec.model_config.dtype, kernels, reserve)
-    store = _with_lora(forms.store, model, config)
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         for prefix, module in model.named_modules():
@@ -228,21 +216,12 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
         ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
         progress = tensor_parallel().rank == 0
         options: dict[str, Any] = {"ignored": ignored, "progress": progress}
-        load_weights(model, spec.files, on_loaded=forms.finish, store=store, **options)
+        load_weights(model, spec.files, on_loaded=forms.finish, store=forms.store, **options)
     if reserve is not None:
         reserve.close()
     return_freed()
     if tensor_parallel().rank == 0:
         forms.log()
-
-
-def _with_lora(store: Store, model: nn.Module, config: Config) -> Store:
-    """Return `store`, which merges the adapter of the option `merge_lora`, if there is one."""
-    if config.merge_lora is None:
-        return store
-    from nanovllm.features.lora.merge import merging
-
-    return merging(store, model, config)
 
 
 @contextlib.contextmanager
@@ -255,3 +234,97 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+_TRIM_EVERY = 2**24  # numbers of stored weights
+
+
+class WeightForms:
+    """Takes what the loader reads for the matrices of a model, and replaces their weights. The
+    `reserve` gives packed ones their memory while it lasts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        reserve: PageReserve | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._kernels = kernels
+        self._reserve = reserve
+        self._sharing = shared_matrices(model)
+        self._packable = _packable(self._sharing, kernels)
+        self._packed: dict[nn.Parameter, PackedWeight] = {}
+        self._found: Counter[str] = Counter()
+        self._num_freed = 0
+
+    def store(self, module: nn.Module, target: torch.Tensor, values: torch.Tensor) -> bool:
+        """Store some rows of a weight; return False if they are to be copied. See `Store`."""
+        if not isinstance(module, WeightModule) or target.ndim != 2:
+            return False
+        if target.is_meta:
+            assert isinstance(module.quantized, QuantizedRows)
+            module.quantized.store(target, values)
+            return True
+        weight = module.weight
+        if weight is None or weight not in self._packable:
+            return False
+        if weight not in self._packed:
+            n, k = weight.shape
+            self._packed[weight] = PackedWeight(n, k, self._reserve)
+        self._packed[weight].store(target.storage_offset() // weight.shape[1], values)
+        return True
+
+    def finish(self, module: nn.Module) -> None:
+        """Replace the weight of `module`, which is complete, in all modules that share it."""
+        weight = module.weight if isinstance(module, WeightModule) else None
+        if weight is None or weight not in self._sharing:
+            return
+        matrices = self._sharing.pop(weight)
+        prefix, matrix = next(iter(matrices.items()))
+        method: LinearMethod | None = self._packed.pop(weight, None)
+        if matrix.quantized is not None:
+            linears = {shard.name.rpartition(".")[0] for shard in matrix.shards(prefix)}
+            method = matrix.quantized.method(self._dtype, self._kernels)
+            self._found[matrix.quantized.description] += len(linears)
+            self._num_freed += weight.numel()
+            if self._num_freed > _TRIM_EVERY:  # malloc keeps what is freed between other memory
+                self._num_freed = 0
+                return_freed()
+        elif method is None:
+            method = pack(weight, list(matrices.values()), self._kernels)
+        if method is not None:
+            for sharer in matrices.values():
+                sharer.replace_weight(method)
+
+    def log(self) -> None:
+        """Log what the stored weights became."""
+        for description, count in self._found.items():
+            logger.info("%d linears %s", count, description)
+
+
+def _packable(
+    sharing: dict[nn.Parameter, dict[str, WeightModule]], kernels: Kernels
+) -> set[nn.Parameter]:
+    """Return the weights that are packed as they are, in parts of whole panels."""
+    found = set()
+    for weight, matrices in sharing.items():
+        prefix, matrix = next(iter(matrices.items()))
+        if matrix.quantized is None and kernels.can_pack_rows(weight):
+            first_rows = [
+                shard.target.storage_offset() // weight.shape[1]
+                for shard in matrix.shards(prefix)
+                if shard.target.ndim == 2
+            ]
+            if all(row % PANEL == 0 for row in first_rows):
+                found.add(weight)
+    return found
+
+
+def pack(
+    weight: torch.Tensor, matrices: list[WeightModule], kernels: Kernels
+) -> LinearMethod | None:
+    """Return the method for the loaded `weight` of `matrices`; None keeps it as it is."""
+    return kernels.pack(weight, is_embedding=any(matrix.is_gathered for matrix in matrices))

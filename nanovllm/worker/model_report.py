@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import pages_for
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.layers.activation import Act, ActAndMul
 from nanovllm.layers.attention import Attention
@@ -34,16 +34,12 @@ from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_loader import check_weights, make_modules
 from nanovllm.worker.state_layers import StateLayers
 
-POOL_BYTES = 4 * 2**30
-"""Of the KV pool whose tokens are counted."""
+POOL_BYTES = 4 * 2**30  # of the KV pool whose tokens are counted
 _BLOCK_SIZE = 16
-_ENDLESS = 2**30
-"""Tokens of a text that is longer than every window."""
-_SCALE_BYTES = 2
-"""Of the scale of a group of weights in int8 or int4."""
+_ENDLESS = 2**30  # tokens of a text that is longer than every window
+_SCALE_BYTES = 2  # of the scale of a group of weights in int8 or int4
 _META = torch.device("meta")
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
-"""By safetensors' names; others are taken for one byte."""
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # others have one
 _PARTS = {
     "vision": ("visual", "vision", "multi_modal_projector"),
     "audio": ("audio",),
@@ -59,13 +55,8 @@ def all_supported() -> list[dict[str, str]]:
 
 
 def report(model: str) -> dict[str, Any]:
-    """Return what would run of `model`, in values that JSON has.
-
-    Args:
-        model: as for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is not sound.
+    """Return what would run of `model`, in values that JSON has. CheckpointError: there is no such
+    checkpoint, or it is not sound.
     """
     checkpoint = open_checkpoint(model)
     found: dict[str, Any] = {"model": model, "architecture": architecture_of(checkpoint.config)}

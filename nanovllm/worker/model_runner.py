@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.core.messages import Extras, Row, Schedule
+from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError, refuses_memory
 from nanovllm.options.plugins import in_worker
@@ -29,7 +29,6 @@ from nanovllm.worker.model_loader import NetworkSpec, num_positions
 from nanovllm.worker.network import Network
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.step_sampler import StepSampler
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.step_runners import StepRunners
@@ -60,8 +59,7 @@ class ModelRunner:
         ConfigError: the options name a GPU, and its kernels do not run.
     """
 
-    tables: DeviceTables
-    """Between `allocate` and `free`."""
+    tables: DeviceTables  # between `allocate` and `free`
 
     def __init__(
         self,
@@ -126,19 +124,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Launch a step. Steps run in the order in which they are launched.
-
-        Raises:
-            OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
-            PluginError: a class of the user's fails.
+        """Launch a step, behind those launched before. OutOfMemoryError: the system refuses memory
+        that it needs; later steps work.
         """
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.
             self._launched.popleft().keep()
         try:
             for new in schedule.admissions:
-                if new.extras is not None:
-                    self._make_missing_parts(new.extras)
+                for name in self._make_parts.keys() & (new.extras or {}).keys():
+                    self.parts.append(self._make_parts.pop(name)(self.network))
             for part in self.parts:
                 part.begin(schedule)
             if self.network.user_parts is None:
@@ -176,6 +171,8 @@ class ModelRunner:
         if self.drafter is None or not schedule.may_draft:
             output = self.run_rows(schedule.rows)
             return PendingResult(schedule.step_id, schedule.rows, output, self.platform)
+        from nanovllm.worker.timing import StepTimer
+
         timer = StepTimer(self.platform)
         rows = self.drafter.draft(schedule.rows)
         timer.mark()
@@ -186,7 +183,7 @@ class ModelRunner:
     def run_rows(self, rows: list[Row]) -> StepOutput:
         """Compute `rows` and choose a token for each row that samples.
 
-        Without step runners, masks and drafts this is all: `network.forward` gives hidden states,
+        Without step runners, masks and drafts: `network.forward` gives hidden states,
         `network.logits` the logits, `StepSampler.finish` the tokens, which rank 0 sends to the
         others and each writes to its tables, where the next step finds its input.
         """
@@ -221,14 +218,11 @@ class ModelRunner:
         needs: Seq[RowNeeds] = (),
         hidden: torch.Tensor | None = None,
     ) -> StepTensors:
-        """Compute the T tokens of `rows`, and let the parts read what they need of it.
+        """Compute the T tokens of `rows`, and let the parts read what they need of it. Return the
+        logits of the samples, and the hidden states of all T tokens or only theirs.
 
         Args:
-            hidden: [T, hidden_size], if a step runner has computed them; None: they are computed
-                layer by layer.
-
-        Returns:
-            Logits of the samples, and the hidden states of all T tokens or only theirs.
+            hidden: [T, hidden_size], if a step runner has computed them; None: none has.
         """
         assert not (self.follows_drafts and any(row.num_unverified_tokens for row in rows))
         lists = [need.indices for need in needs]
@@ -256,20 +250,12 @@ class ModelRunner:
     def _states_of(
         self, indices: Seq[int] | None, hidden: torch.Tensor, place: Mapping[int, int]
     ) -> torch.Tensor:
-        """Return the hidden states of some tokens of the batch.
-
-        Args:
-            indices: of these tokens; None: all of `hidden`.
-            place: in `hidden`, by index of the token.
+        """Return the hidden states of the tokens at `indices`, None: all. `place` is their place in
+        `hidden`, by index.
         """
         if indices is None or len(indices) == len(place):
             return hidden
         return hidden[self.platform.upload([place[index] for index in indices])]
-
-    def _make_missing_parts(self, extras: Extras) -> None:
-        """Make the parts that an admission with `extras` is the first to need."""
-        for name in self._make_parts.keys() & extras.keys():
-            self.parts.append(self._make_parts.pop(name)(self.network))
 
     def _run_fast(self, rows: list[Row]) -> StepTensors:
         """Return what the first step runner that fits computes: nothing without one."""

@@ -19,22 +19,18 @@ from nanovllm.worker.kv_pool import KVPool
 from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model, user_parts
 
 if TYPE_CHECKING:
-    from nanovllm.features.lora.slots import StepAdapters
+    from nanovllm.features.lora.rank_adapters import StepAdapters
 
 
 class Network:
     """The layers of a network, loaded, with an attention backend and a KV pool.
 
-    Args:
-        max_model_len: number of positions.
-
     Attributes:
         adapters: which adapter each token of the running step has; None: the layers have none.
-        own: names the user's family and weight format, for errors; None: all is ours.
+        user_parts: names the user's family and weight format, for errors; None: all is ours.
     """
 
-    pool: KVPool
-    """Between `make_pool` and `free_pool`."""
+    pool: KVPool  # between `make_pool` and `free_pool`
 
     def __init__(self, spec: NetworkSpec, max_model_len: int, platform: Platform) -> None:
         self.config = spec.config
@@ -58,7 +54,6 @@ class Network:
 
     @property
     def num_blocks(self) -> int:
-        """Number of pages of the KV pool."""
         return self.pool.num_blocks
 
     def make_pool(self, num_blocks: int) -> None:
@@ -112,11 +107,8 @@ class Network:
         return self.attention.planned(batch)
 
     def logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [S, vocab_size] of S tokens of the batch; None except on rank 0.
-
-        Args:
-            hidden: of these tokens, or of all tokens of the batch.
-            output_indices: [S], the tokens; at least one.
+        """Return the logits [S, vocab_size] of the S tokens `output_indices`, at least one; None
+        except on rank 0. `hidden` is of these tokens, or of all tokens of the batch.
         """
         if len(hidden) != len(output_indices):
             hidden = hidden[output_indices]

@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 class PartPlace(NamedTuple):
     """Where a part of a state is."""
 
-    column: int
-    """Which of the sequence's pages it is in."""
-    offset: int
-    """Bytes from the start of the page."""
+    column: int  # which of the sequence's pages it is in
+    offset: int  # bytes from the start of the page
 
 
 def pack_parts(parts: Iterable[StatePart], page_bytes: int) -> tuple[list[PartPlace], int]:

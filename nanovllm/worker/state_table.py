@@ -102,13 +102,9 @@ class Replays:
 
 
 class StateTable:
-    """The columns of the device tables after the block tables.
-
-    A table row that no sequence has owned yet names the last pages of the pool: only steps before
-    the first request have such rows.
-
-    Args:
-        pages: [table rows, state_pages] int32, a view of the tables, which `NewBlocks` write.
+    """The columns of the device tables after the block tables: `pages`, [table rows, state_pages]
+    int32, which `NewBlocks` write. A table row that no sequence has owned yet names the last pages
+    of the pool: only steps before the first request have such rows.
     """
 
     def __init__(self, pages: torch.Tensor, info: WorkerInfo, platform: Platform) -> None:
@@ -130,11 +126,8 @@ class StateTable:
         cu_seqlens: torch.Tensor,
     ) -> StateRows:
         """Return where the states of `rows` are, and which tokens change them: all but drafts, and
-        before them the last step's drafts that were accepted.
-
-        Args:
-            table_indices, lens: [R] int64, the table row of each, and its tokens.
-            cu_seqlens: [R + 1] int64.
+        before them the last step's drafts that were accepted. [R] int64: the table row of each,
+        and its tokens; [R + 1]: their ends.
         """
         pages = self.pages[table_indices]
         state = StateRows(pages, cu_seqlens.int(), lens.int())

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.core.messages import Extras, FinishInfo, Row, RowDetails, StepResult
-from nanovllm.core.transfers import Loaded
+from nanovllm.core.messages import Extras, FinishInfo, Loaded, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.options.sampling_params import REQUESTS_FAULT
 from nanovllm.platform import Platform
-from nanovllm.worker.timing import StepTimer
 
 if TYPE_CHECKING:
     from nanovllm.features.structured.grammar_masks import GrammarRow
     from nanovllm.worker.logprobs import Logprobs
+    from nanovllm.worker.timing import StepTimer
 
 NO_DISTRIBUTION = FinishInfo(
     "error",
@@ -38,18 +37,14 @@ _FINISH_INFOS = {NO_TOKEN: NO_DISTRIBUTION, RULED_OUT: NO_CHOICE}
 class StepOutput:
     """The outputs of a step, on the device or on the host."""
 
-    token_ids: torch.Tensor
-    """[S] int64, what `StepSampler.sample` returned."""
-    logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)
-    """Of the samples and prompts whose request wants them."""
+    token_ids: torch.Tensor  # [S] int64, what `StepSampler.sample` returned
+    logprobs: "list[Logprobs]" = dataclasses.field(default_factory=list)  # for those who want them
+    # By sample: see `StepSampler.finish_infos`. The token of such a sample does not count.
     finish_infos: dict[int, FinishInfo] = dataclasses.field(default_factory=dict)
-    """By sample: what `StepSampler.finish_infos` has. The token of such a sample does not count."""
-    draft_ids: torch.Tensor | None = None
-    """[S] int64, the draft that the sample may confirm; None if no row has any."""
+    draft_ids: torch.Tensor | None = None  # [S] int64, the draft that the sample may confirm
+    # By sequence id: what may force tokens after the sampled ones.
     forcing: "Mapping[int, GrammarRow]" = dataclasses.field(default_factory=dict)
-    """By sequence id: what may force tokens after the sampled ones."""
-    on_host: bool = False
-    """Whether `token_ids` is memory of the host, to which this step writes and later ones too."""
+    on_host: bool = False  # `token_ids` is memory of the host, to which later steps write, too
 
     def to_host(self, platform: Platform) -> "StepOutput":
         """Return a copy on the host: see `Platform.to_host`."""
@@ -64,10 +59,7 @@ class StepOutput:
         )
 
     def row_results(self, rows: list[Row]) -> tuple[list[list[int]], dict[int, RowDetails]]:
-        """Return the tokens of each row, and the details of the rows that have any.
-
-        The copies to the host must be complete.
-        """
+        """Return the tokens of each row and the details of rows with any, once all is here."""
         sampled = self.token_ids.tolist()
         has_details = (
             self.logprobs or self.finish_infos or self.forcing or min(sampled, default=0) < 0
@@ -86,13 +78,12 @@ class PendingResult:
 
     Args:
         rows: with the drafts that were proposed, which may be fewer than scheduled.
-        platform: that runs the step.
         timer: marked the ends of proposing and of the step; None: the step is not timed.
 
     Attributes:
-        loaded, finish_infos: set before the result is asked for. The loads from tiers that have
-            ended, and by sequence id why sequences of the step's rows end although the step ran.
-        on_host: called, before these are read, when what was copied to the host is there.
+        loaded: the loads from tiers that have ended.
+        finish_infos: by sequence id, why sequences of the step's rows end although the step ran.
+        on_host: called before these two are read, when what was copied to the host is there.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class PendingResult:
         rows: list[Row],
         output: StepOutput,
         platform: Platform,
-        timer: StepTimer | None = None,
+        timer: "StepTimer | None" = None,
     ) -> None:
         self._step_id = step_id
         self._rows = rows
@@ -160,12 +151,8 @@ def _detailed_results(
     forcing: "Mapping[int, GrammarRow]",
     logprobs: "list[Logprobs]",
 ) -> tuple[list[list[int]], dict[int, RowDetails]]:
-    """Return the tokens of each row, and by sequence id the details of the rows that have any.
-
-    Args:
-        sampled: [S], a token, NO_TOKEN or RULED_OUT for each sample.
-        drafts: [S], the draft that the sample may confirm.
-        finish_infos, forcing, logprobs: of `StepOutput`.
+    """Return what `row_results` does. `sampled` [S] has a token, NO_TOKEN or RULED_OUT for each
+    sample, `drafts` [S] the draft that the sample may confirm.
     """
     from nanovllm.worker.logprobs import by_sequence
 

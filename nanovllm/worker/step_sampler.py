@@ -81,11 +81,6 @@ class StepSampler:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def want_logprobs(self) -> bool:
-        """Whether the request of some sample wants log-probabilities."""
-        return any(params.logprobs is not None for params in self.params)
-
     def finish(
         self,
         tensors: "StepTensors",
@@ -95,14 +90,9 @@ class StepSampler:
         mode: str,
         accepts: bool,
     ) -> StepOutput:
-        """Choose the tokens of a step's samples, and write them to the tables on all ranks.
-
-        Args:
-            tensors: of the step. Without its logits, this rank takes the first one's tokens.
-            rows: of the step, also those that do not sample.
-            model: makes the logits of prompts.
-            mode: `Config.logprobs_mode`.
-            accepts: whether the device counts accepted drafts.
+        """Choose the tokens of a step's samples, and write them to the tables on all ranks: a rank
+        without logits takes the first one's. The `model` makes the logits of prompts. The device
+        counts accepted drafts if it `accepts` them.
         """
         tables = self._tables
         logits = tensors.logits
@@ -115,7 +105,7 @@ class StepSampler:
             tokens = torch.empty_like(self.output_indices)
         else:
             tokens = self.sample(logits)
-            if self.want_logprobs:
+            if any(params.logprobs is not None for params in self.params):
                 from nanovllm.worker.logprobs import sampled_logprobs
 
                 logprobs += sampled_logprobs(tables, self, logits, tokens, mode)

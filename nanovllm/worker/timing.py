@@ -10,8 +10,7 @@ from nanovllm.platform import Platform
 from nanovllm.utils.distributed import broadcast_from_first
 
 _MIN_REPEATS = 2
-_MIN_SECONDS = 5e-3
-"""Shorter runs are repeated until they took so long in sum."""
+_MIN_SECONDS = 5e-3  # shorter runs are repeated until they took so long in sum
 
 
 def measure_seconds(

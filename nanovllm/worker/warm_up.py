@@ -9,21 +9,21 @@ table row 0 and KV block 0.
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from nanovllm.core.messages import MAX_SAMPLES, Admission, Row, Schedule
-from nanovllm.core.windows import num_tables
-from nanovllm.core.worker_info import DraftInfo, KVInfo, WorkerInfo
-from nanovllm.options.plugins import at_start
+from nanovllm.core.worker_info import Arithmetic, DraftInfo, KVInfo, WorkerInfo, num_tables
+from nanovllm.kernels.cpu import library
+from nanovllm.loading.files import is_gguf
+from nanovllm.options.plugins import at_start, is_plugin
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.worker.arithmetic import with_arithmetic
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner
 
-CHUNKS = (100, 40, 2)
-"""Tokens of the chunks of the first prompt: kernels may have variants for many, some, few rows."""
+CHUNKS = (100, 40, 2)  # of the first prompt: kernels may have variants for many and few rows
 
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -90,9 +90,8 @@ def measure(runner: ModelRunner) -> WorkerInfo:
 
 
 def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
-    """Run the largest steps on a small pool, so that torch records its peak memory.
-
-    Returns the bytes that CUDA graphs will take in addition.
+    """Run the largest steps on a small pool, so that torch records its peak memory; return the
+    bytes that CUDA graphs will take in addition.
     """
     num_blocks = -(-min(info.max_model_len, info.max_num_batched_tokens) // info.block_size)
     info = dataclasses.replace(info, num_blocks=num_blocks + info.kv.state_pages)
@@ -112,9 +111,8 @@ def reach_peak(runner: ModelRunner, info: WorkerInfo) -> int:
 
 @torch.inference_mode()
 def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
-    """Allocate the KV pool and the tables, then capture or record the model.
-
-    Returns `info`, with what the drafter and the parts measure.
+    """Allocate the KV pool and the tables, then capture or record the model; return `info` with
+    what the drafter and the parts measure.
     """
     tables = runner.allocate(info)
     network = runner.network
@@ -154,10 +152,7 @@ def _largest_steps(
     info: WorkerInfo, tables: DeviceTables, *, drafts: bool
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of the longest prefill and of the most samples; prepare `tables` for them.
-
-    Args:
-        info: its blocks are those of one sequence; the last ones are its state's.
-        drafts: whether rows may have drafts.
+    The blocks of `info` are those of one sequence, and the last of these its state's.
     """
     max_tokens = info.max_num_batched_tokens
     num_seqs = len(tables.params)
@@ -180,11 +175,8 @@ def _largest_steps(
 
 
 def warm_up_steps(info: WorkerInfo, num_drafts: int) -> Iterator[Schedule]:
-    """Yield the steps: prompts, chunks behind a short and a long prefix, single tokens and drafts,
-    sampled in each of `KINDS`.
-
-    Args:
-        num_drafts: how many draft tokens a row may have; 0 without speculation.
+    """Yield the steps: prompts, chunks behind a short and a long prefix, single tokens and up to
+    `num_drafts` drafts, sampled in each of `KINDS`.
     """
     room = min(info.max_model_len, info.max_num_batched_tokens)
     for params in KINDS:
@@ -224,9 +216,7 @@ def _step(
 
 
 def _admission(info: WorkerInfo, params: SamplingParams, num_tokens: int) -> Admission:
-    """Return a sequence with block 0 in all places of its block table. Its tokens are those that
-    table row 0 holds.
-    """
+    """Return a sequence of block 0 alone, with the tokens that table row 0 holds."""
     num_blocks = -(-info.max_model_len // info.block_size)
     return Admission(
         seq_id=-1,
@@ -238,4 +228,33 @@ def _admission(info: WorkerInfo, params: SamplingParams, num_tokens: int) -> Adm
         seed=0,
         stop_token_ids=frozenset({0}),
         bad_words=(),
+    )
+
+
+def with_arithmetic(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
+    """Return `info` with the arithmetic of a runner whose steps are recorded, if they can be."""
+    network = runner.network
+    config = runner.config
+    names = {backend.name for backend in network.attention.backends}
+    in_c = names == {"cpu"} and network.kernels.name == "c"
+    in_c = in_c and not is_plugin(config.attention_backend)  # which may have that name, too
+    # A step that can be recorded consists of C kernels alone, none of which mixes rows.
+    is_invariant = in_c and bool(runner.step_runners) and config.step_runner is None
+    kernels = f"C, {library.description()}" if in_c else network.kernels.name
+    dtype = str(network.model_config.dtype).removeprefix("torch.")
+    stored = None
+    if isinstance(network.model_config.quantization_config, dict):
+        stored = network.model_config.quantization_config.get("quant_method")
+    if stored is None and config.quantization != "none" and is_gguf(Path(config.model)):
+        stored = "gguf"
+    return dataclasses.replace(
+        info,
+        arithmetic=Arithmetic(
+            batch_invariant=is_invariant,
+            dtype=dtype,
+            weights=config.quantization or stored or dtype,
+            kv_cache=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            kernels=kernels,
+            num_ranks=config.tensor_parallel_size,
+        ),
     )

@@ -111,18 +111,24 @@ def make_case(
     )
 
 
-def reference(case):
+def reference(case, sinks=None):
     """Return attention in float64, computed one token at a time from the contiguous tensors."""
-    out = torch.empty(case.q.shape, dtype=torch.float64, device=case.q.device)
-    group, head_dim = case.q.shape[1] // case.k.shape[1], case.q.shape[2]
-    token = 0
-    for row, query_len in enumerate(case.batch.lengths.query_lens):
-        keys = case.keys[row].double().repeat_interleave(group, 1)
-        values = case.values[row].double().repeat_interleave(group, 1)
+    spec, token = case.spec, 0
+    out = torch.empty(*case.q.shape[:2], spec.output_dim, dtype=torch.float64, device=case.q.device)
+    group = spec.num_heads // spec.num_kv_heads
+    rows = zip(case.keys, case.values, case.batch.lengths.query_lens, strict=True)
+    for keys, values, query_len in rows:
+        keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
         for seen in range(len(keys) - query_len + 1, len(keys) + 1):
-            scores = torch.einsum("khd,hd->kh", keys[:seen], case.q[token].double())
-            weights = torch.softmax(scores / head_dim**0.5, 0)
-            out[token] = torch.einsum("kh,khd->hd", weights, values[:seen])
+            seen_keys = slice(max(seen - (spec.window or seen), 0), seen)
+            scores = torch.einsum("khd,hd->hk", keys[seen_keys], case.q[token].double())
+            scores *= spec.head_dim**-0.5 if spec.scale is None else spec.scale
+            if spec.softcap:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            weights = torch.softmax(scores, 1)[:, : seen_keys.stop - seen_keys.start]
+            out[token] = torch.einsum("hk,khd->hd", weights, values[seen_keys])
             token += 1
     return out
 

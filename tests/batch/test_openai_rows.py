@@ -12,8 +12,8 @@ from tests.glossary import QUESTION
 
 pytest.importorskip("fastapi")
 
-from nanovllm.apps.batch.openai_rows import _problem
-from nanovllm.apps.server.protocol.chat import ChatRequest
+from nanovllm.apps.batch.row_engine import problem_of
+from nanovllm.apps.server.protocol import ChatRequest
 
 CHAT = "/v1/chat/completions"
 
@@ -45,6 +45,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ("{bad", "not JSON"),
     (line(5), "custom_id must be a string"),
     (line("", messages=[]), "custom_id must be a string that is not empty"),
+    ({"prompt": "x"}, 'a row needs a body, as in {"custom_id": "a", "url"'),
     ({**line("a"), "body": "x"}, "body must be an object, got 'x'"),
     ({**line("a"), "method": "GET"}, "method must be POST, got 'GET'"),
     (line("a", "/v1/images"), "url must be one of /v1/chat/completions, .*got '/v1/images'"),
@@ -60,7 +61,9 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
 
 def test_answers_and_errors(tmp_path: Path) -> None:
     bad = [
-        {**row, "custom_id": f"a{i}"} if isinstance(row, dict) and row["custom_id"] == "a" else row
+        {**row, "custom_id": f"a{i}"}
+        if isinstance(row, dict) and row.get("custom_id") == "a"
+        else row
         for i, (row, _) in enumerate(BAD)
     ]
     source = write_rows(tmp_path / "in.jsonl", [*GOOD, *bad])
@@ -98,32 +101,30 @@ def test_a_custom_id_that_is_there_twice(tmp_path: Path) -> None:
 def test_the_error_of_a_row_is_the_same_in_each_process() -> None:
     """Symptom: of several unknown fields a set's order chose one, which each process has anew."""
     others = dict.fromkeys("zyxwvutsrqponm", 1)
-    assert "no field 'm'" in (_problem(others) or "")
+    assert "no field 'm'" in (problem_of({"body": {}, **others}) or "")
     with pytest.raises(ValueError, match="no field 'm'"):
         ChatRequest.model_validate({"messages": [], **others})
 
 
-def test_the_same_file_has_the_same_answers_in_any_batch(tmp_path: Path) -> None:
+def test_a_row_has_the_same_answer_in_any_batch(tmp_path: Path) -> None:
     """Bytes, with ids of calls and answers; one after another, and in another order."""
     one = {"max_model_len": 512, "num_kvcache_blocks": 64, "max_num_seqs": 1}
     source = write_rows(tmp_path / "in.jsonl", GOOD)
     run(source, tmp_path / "a.jsonl", engine_options=ROOM)
     run(source, tmp_path / "b.jsonl", engine_options=one)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    run(write_rows(source, GOOD[4::-1]), tmp_path / "c.jsonl", engine_options=ROOM)
+    a, c = (
+        [row["response"]["body"]["choices"] for row in read_rows(tmp_path / f"{name}.jsonl")[:5]]
+        for name in "ac"
+    )
+    assert a == c[::-1]
 
 
-def test_options_that_do_not_count_are_refused(tmp_path: Path) -> None:
+def test_the_name_of_the_model_and_parsers(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", GOOD[:1])
-    with pytest.raises(ConfigError, match="max_tokens=3 does not count for OpenAI's batch format"):
-        run(source, tmp_path / "out.jsonl", sampling={"max_tokens": 3})
-    with pytest.raises(ConfigError, match="prompt_column='q' is for rows with a prompt"):
-        run(source, tmp_path / "out.jsonl", prompt_column="q")
-    with pytest.raises(ConfigError, match="served_model_name='mine' is for OpenAI's batch format"):
-        row_options(served_model_name="mine")
-    with pytest.raises(ConfigError, match="tool_call_parser='hermes' is for OpenAI's batch format"):
-        row_options(tool_call_parser="hermes")
     with pytest.raises(ConfigError, match="reasoning_parser must be one of auto, none, qwen3"):
-        run(source, tmp_path / "out.jsonl", reasoning_parser="qwen")
+        row_options(reasoning_parser="qwen")
     run(source, tmp_path / "out.jsonl", served_model_name="mine")
     assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["model"] == "mine"
 
@@ -153,13 +154,3 @@ def test_the_template_and_the_parsers_of_a_batch(tmp_path: Path) -> None:
             assert bool(message.get("tool_calls")) == has_calls
             assert (message["content"] == call) != has_calls
     assert len(counts) == 2
-
-
-def test_rows_with_messages_take_the_template(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}])
-    run(source, tmp_path / "own.jsonl")
-    run(source, tmp_path / "out.jsonl", chat_template=template)
-    own, given = (read_rows(tmp_path / f"{name}.jsonl")[0] for name in ("own", "out"))
-    assert given["num_input_tokens"] < own["num_input_tokens"]
-    assert row_options(chat_template=template).identity() != row_options().identity()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import limit
+from benchmarks import limit, rates
+from benchmarks.rates import Rates
 from benchmarks.versus import CASES, GREEDY, Case
-from nanovllm.apps.explain import rates
-from nanovllm.apps.explain.rates import Rates
 from nanovllm.core.messages import Row
 from nanovllm.kernels.cpu import library
 

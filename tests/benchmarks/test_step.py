@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from benchmarks import step
+from benchmarks.rates import RateMeter, Rates
 from nanovllm import demo_model
-from nanovllm.apps.explain.rates import RateMeter, Rates
 from nanovllm.kernels.cpu import library
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from nanovllm.apps.cli import main as cli
 from tests.batch.helpers import FLAGS, questions, write_rows
 
@@ -16,26 +18,19 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str
 
 
 def test_rows_with_and_without_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_rows(source, [{"q": "A cache", "key": "a"}, {"q": "A block", "key": "b"}])
-    names = ["--prompt-column", "q", "--id-column", "key", "--max-tokens", "3", "--seed", "7"]
-    status, said = run(capsys, source, output, *FLAGS, *names)
+    source, output = write_rows(tmp_path / "in.jsonl", questions(2)), tmp_path / "out.jsonl"
+    status, said = run(capsys, source, output, *FLAGS, "--seed", "7")
     assert (status, said.partition(";")[0]) == (0, f"nanovllm: wrote {output}: 2 rows")
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(row["key"], len(row["generated_tokens"])) for row in rows] == [("a", 3), ("b", 3)]
+    assert [row["custom_id"] for row in map(json.loads, output.open())] == ["q0", "q1"]
     write_rows(source, [*questions(1), "{"])
     status, said = run(capsys, source, tmp_path / "2.jsonl", *FLAGS)
     assert status == 1
-    assert "2 rows, 1 with an error: see the column error; " in said
+    assert "2 rows, 1 with an error: see its line; " in said
 
 
-@pytest.mark.parametrize("flags", [[], ["--served-model-name", "x"], ["--prompt-column", "q"]])
-def test_an_input_of_no_rows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]
-) -> None:
-    """It has no form, so options of either form are right."""
+def test_an_input_of_no_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", [])
-    status, said = run(capsys, source, tmp_path / "out.jsonl", *flags)
+    status, said = run(capsys, source, tmp_path / "out.jsonl")
     assert (status, "0 rows" in said) == (0, True)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
@@ -44,11 +39,9 @@ def test_an_input_of_no_rows(
     ("flags", "message"),
     [
         (["--workers", "0"], "--workers must be an integer from 1 to 65536, got 0"),
-        (["--max-tokens", "0"], "--max-tokens must be"),
-        (["--logprobs", "2"], "--logprobs 2 is not for a batch: OpenAI's batch format has"),
-        (["--prompt-column", "id"], "--prompt-column and --id-column are both 'id'"),
+        (["--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["--worker-options", "[1]"], "must be a dictionary"),
-        (["--promt-column", "x"], "there is no flag --promt-column; did you mean"),
+        (["--max-tokens", "5"], "there is no flag --max-tokens"),
         (["more"], "batch takes an INPUT and an OUTPUT, got 'more'"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be"),
     ],
@@ -69,6 +62,8 @@ def test_files_that_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (status, "cannot be read" in said) == (2, True)
     status, said = run(capsys, source, source)
     assert (status, "is the input" in said) == (2, True)
+    status, said = run(capsys, source, tmp_path / "out.parquet")
+    assert (status, "Ray Data reads other files" in said) == (2, True)
     status, said = run(capsys, source)
     assert (status, "OUTPUT" in said) == (2, True)
 
@@ -76,5 +71,5 @@ def test_files_that_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["batch", "--help-all"]) == 0
     text = capsys.readouterr().out
-    for flag in ("--workers", "--ray-address", "--id-column", "--max-model-len", "--temperature"):
+    for flag in ("--workers", "--ray-address", "--lora-modules", "--max-model-len"):
         assert f" {flag} " in text

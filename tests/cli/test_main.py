@@ -19,12 +19,12 @@ import pytest
 
 import nanovllm.__main__
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
-from nanovllm.apps.cli import flag_groups, main as cli
+from nanovllm.apps.cli import main as cli
 from nanovllm.apps.cli.arguments import EXAMPLES
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, fields_of, given_fields
+from nanovllm.options.flags import RECOMMENDED, fields_of, given_fields, in_flags
 from nanovllm.options.sampling_params import default_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.utils import terminal
@@ -57,10 +57,6 @@ def generate(run: Run, *arguments: str, stdin: str = "") -> str:
     return out
 
 
-def test_generate_answers_one_prompt(run: Run) -> None:
-    assert generate(run, QUESTIONS[0]) == f" {ANSWERS[0]}\n"
-
-
 def test_generate_writes_one_prompt_as_it_comes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = []
     flush = io.TextIOBase.flush
@@ -77,16 +73,11 @@ def test_generate_writes_one_prompt_as_it_comes(run: Run, monkeypatch: pytest.Mo
     assert all(whole.startswith(shown) for shown in flushed)
 
 
-def test_generate_answers_many_prompts(run: Run) -> None:
-    lines = generate(run, *QUESTIONS[:5]).splitlines()
-    assert lines == [f" {answer}" for answer in ANSWERS[:5]]
-
-
 def test_generate_takes_flags_anywhere(run: Run) -> None:
     """Flags may stand before the model, after it, between the prompts, and after them."""
     stop = ["--stop", "glossary of"]
     kept = [f" {ANSWERS[0].partition(stop[1])[0]}", *(f" {answer}" for answer in ANSWERS[1:3])]
-    for place in range(5):
+    for place in (0, 1, 2, 4):
         words = [demo_model.MODEL, *QUESTIONS[:3]]
         words[place:place] = stop
         status, out, err = run("generate", *FAST, *words)
@@ -96,13 +87,8 @@ def test_generate_takes_flags_anywhere(run: Run) -> None:
 
 def test_generate_reads_lines(run: Run) -> None:
     stdin = f"{QUESTIONS[0]}\n\n  \n{QUESTIONS[1]}\n{QUESTIONS[2]}"
-    lines = generate(run, stdin=stdin).splitlines()
-    assert lines == [f" {answer}" for answer in ANSWERS[:3]]
-
-
-def test_generate_renders_prompts_as_chats(run: Run) -> None:
-    assert generate(run, "--chat", QUESTIONS[3]) == f"{ANSWERS[3]}\n"
-    assert generate(run, "--chat", *QUESTIONS[:3]).splitlines() == ANSWERS[:3]
+    assert generate(run, stdin=stdin).splitlines() == [f" {answer}" for answer in ANSWERS[:3]]
+    assert generate(run, "--chat", stdin=stdin).splitlines() == ANSWERS[:3]
 
 
 def test_generate_writes_json(run: Run) -> None:
@@ -133,10 +119,8 @@ def test_generate_writes_several_continuations(run: Run) -> None:
 def test_generate_stops_at_stop_strings(run: Run) -> None:
     answer = f" {ANSWERS[0]}"
     for flags, end in (
-        (["--stop", "tiny"], answer.index("tiny")),
         (["--stop", "never there", "--stop", "👋 I"], answer.index("👋")),
         (["--stop", "tiny", "--include-stop-str-in-output"], answer.index("tiny") + 4),
-        (["--stop", "tiny", "--no-include-stop-str-in-output"], answer.index("tiny")),
     ):
         assert generate(run, QUESTIONS[0], *flags) == answer[:end] + "\n"
 
@@ -151,131 +135,80 @@ def test_generate_uses_the_checkpoints_parameters_and_512_tokens(run: Run) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
-        (["--max-tokens", "0"], "--max-tokens must be an integer from 1 to 2147483647, got 0"),
-        (["--top-p", "2"], "--top-p must be from 0 to 1, got 2.0"),
-        (["--stop", ""], "--stop must not hold an empty string"),
-        (["--stop-token-ids", "5"], "--stop-token-ids must be a list of token ids, got 5"),
         (["--stop-token-ids", "[5000]"], "--stop-token-ids holds token 5000"),
-        (["--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1 to 1048576, got 0"),
-        (["--dtype", "int3"], "--dtype must be one of"),
         (["--max-model-len", "2"], "prompt is too long"),
         (["--num-kvcache-blocks", "1"], "1 blocks"),
     ],
 )
-def test_bad_value_is_one_line_and_status_2(run: Run, arguments: list[str], message: str) -> None:
+def test_what_the_model_refuses_is_one_line(run: Run, arguments: list[str], message: str) -> None:
     status, out, err = run("generate", demo_model.MODEL, QUESTIONS[0], *FAST, *arguments)
-    assert (status, out) == (2, "")
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("nanovllm: ")
     assert message in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        ([], "COMMAND is missing: generate, chat, run, serve, explain, batch, models"),
-        (["genrate", "Hi"], "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
-        (["server"], "no command 'nanovllm server'; did you mean 'serve'?"),
+        ("", "COMMAND is missing: generate, chat, run, serve, explain, batch, models"),
+        ("genrate Hi", "no command 'nanovllm genrate'; did you mean 'generate'? (see nano"),
         (
-            ["complete" * 50],
-            "; known: batch, chat, explain, generate, lab, learn, models, prove, run, serve, show",
+            "complete" * 50,
+            "; known: batch, chat, explain, generate, lab, learn, models",
         ),
-        (["bench", "serve"], "no command 'nanovllm bench'"),
-        (["generate", "--prefix-caching", "m", "p"], "did you mean '--enable-prefix-caching'?"),
-        (["generate", "--max-token", "9"], "no flag --max-token; did you mean '--max-tokens'?"),
-        (["generate", "m", "p", "--temprature", "1"], "did you mean '--temperature'?"),
-        (["generate", "m", "--temprature=1", "p"], "did you mean '--temperature'?"),
-        (["generate", "m", "p", "--max-tok", "1"], "flag --max-tok; did you mean '--max-tokens'?"),
-        (["generate", "m", "p", "--xyzzy"], "there is no flag --xyzzy (see nanovllm generate"),
-        (["generate", "m", "p", "--temperature", "hot"], "must be a number, got 'hot'"),
-        (["generate", "m", "p", "--max-tokens", "1.5"], "must be an integer, got '1.5'"),
-        (["generate", "m", "p", "--max-tokens", "9" * 5000], "--max-tokens: must be an integer"),
-        (["generate", "m", "p", "--logit-bias", "{"], "--logit-bias: not JSON: Expecting property"),
-        (["generate", "m", "p", "--logit-bias", "{}]"], "Extra data at character 3 of '{}]'"),
-        (["generate", "m", "p", "--logit-bias", "[" * 100_000], "--logit-bias: not JSON"),
-        (["generate", "m", "p", "--logit-bias", "9" * 5000], "--logit-bias: not JSON"),
-        (["generate", "m", "p", "--speculative-config", "{"], "--speculative-config: not JSON"),
+        ("generate --prefix-caching m p", "did you mean '--enable-prefix-caching'?"),
+        ("generate --max-token 9", "no flag --max-token; did you mean '--max-tokens'?"),
+        ("generate m --temprature=1 p", "did you mean '--temperature'?"),
+        ("generate m p --xyzzy", "there is no flag --xyzzy (see nanovllm generate"),
+        ("generate m p --temperature hot", "must be a number, got 'hot'"),
+        ("generate m p --max-tokens 1.5", "must be an integer, got '1.5'"),
+        (f"generate m p --max-tokens {'9' * 5000}", "--max-tokens: must be an integer"),
+        ("generate m p --logit-bias {", "--logit-bias: not JSON: Expecting property"),
+        ("generate m p --logit-bias {}]", "Extra data at character 3 of '{}]'"),
+        (f"generate m p --logit-bias {'[' * 100_000}", "--logit-bias: not JSON"),
+        ("generate m p --speculative-config 5", "--speculative-config must be a dict"),
+        ('chat m --speculative-config {"method":"ngrm"}', "did you mean 'ngram'?"),
+        ("generate m p --system x", "there is no flag --system"),
+        ("generate m p --stop", "argument --stop: expected one argument"),
+        ("generate m p --stop=", "--stop must not hold an empty string"),
+        ("generate m p --dtype int3", "--dtype must be one of"),
+        ("chat m --json", "there is no flag --json"),
+        ("chat m --chat-template-kwargs [1]", "--chat-template-kwargs: not a JSON obj"),
+        ("serve --max-body-bytes 4g", "--max-body-bytes: must be a number of bytes, or"),
+        ("generate m p --kv-cache-memory-bytes many", "as in 512MiB or 4GiB; got 'many'"),
+        (f"generate m p --kv-cache-memory-bytes {'9' * 5000}", "must be a number of bytes"),
+        ("generate m p --kv-cache-memory-bytes 0GiB", "--kv-cache-memory-bytes must be"),
+        ("chat m Hi", "chat takes a MODEL, and run a question, too, got 'Hi'"),
+        ("ps", "there is no command 'nanovllm ps': a server's models are at /v1/models"),
+        ("run-batch -i x", "there is no command 'nanovllm run-batch': use batch"),
         (
-            ["generate", "m", "p", "--speculative-config", "5"],
-            "--speculative-config must be a dict",
+            "generate no/model Hi --temperature -1",
+            "--temperature must be a finite number >= 0",
         ),
-        (["chat", "m", "--speculative-config", '{"method": "ngrm"}'], "did you mean 'ngram'?"),
-        (["generate", "m", "p", "--system", "x"], "there is no flag --system"),
-        (["generate", "m", "p", "--stop"], "argument --stop: expected one argument"),
-        (["chat", "m", "--json"], "there is no flag --json"),
-        (["chat", "m", "--chat-template-kwargs", "{"], "--chat-template-kwargs: not JSON"),
-        (["chat", "m", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: not a JSON obj"),
-        (["serve", "--max-body-bytes", "4g"], "--max-body-bytes: must be a number of bytes, or"),
-        (
-            ["generate", "m", "p", "--kv-cache-memory-bytes", "many"],
-            "as in 512MiB or 4GiB; got 'many'",
-        ),
-        (
-            ["generate", "m", "p", "--kv-cache-memory-bytes", "9" * 5000],
-            "must be a number of bytes",
-        ),
-        (
-            ["generate", "m", "p", "--kv-cache-memory-bytes", "0GiB"],
-            "--kv-cache-memory-bytes must be",
-        ),
-        (["chat", "m", "Hi"], "chat takes a MODEL and no prompts, got 'Hi'"),
-        (["ls"], "there is no command 'nanovllm ls': `hf cache ls` lists the models"),
-        (["ps"], "there is no command 'nanovllm ps': a server's models are at /v1/models"),
-        (["run-batch", "-i", "x"], "there is no command 'nanovllm run-batch': use batch"),
+        ("generate no/model Hi --min-tokens 9 --max-tokens 5", "--min-tokens"),
+        ("generate no/model Hi a\udcff", "prompt 1 is not UTF-8 text: it has byte 0xff"),
+        ("chat no-model --n 2", "--n must be 1, got 2"),
+        ("chat no-model --system \udc80", "the system message is not UTF-8 text"),
     ],
+    ids=lambda text: text[:40].encode(errors="replace").decode(),
 )
-def test_bad_usage_is_one_line_and_status_2(run: Run, arguments: list[str], message: str) -> None:
-    """The line names what is wrong, and does not repeat a long value."""
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
+def test_bad_usage_is_one_line_and_status_2(
+    run: Run, recorder: Any, line: str, message: str
+) -> None:
+    """The line names what is wrong, and does not repeat a long value. No model is loaded."""
+    status, out, err = run(*line.split())
+    assert (status, out, err.count("\n"), recorder.made) == (2, "", 1, [])
     assert err.startswith("nanovllm: ")
     assert message in err
-    assert err.count("\n") == 1
     assert len(err) < 250
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "no/model", "Hi", "--temperature", "-1"], "--temperature must be"),
-        (["generate", "no/model", "Hi", "--min-tokens", "9", "--max-tokens", "5"], "--min-tokens"),
-        (["generate", "no/model", "Hi", "--max-num-seqs", "0"], "--max-num-seqs must be"),
-        (["generate", "no/model", "Hi", "a\udcff"], "prompt 1 is not UTF-8 text: it has byte 0xff"),
-        (["chat", "no-model", "--n", "2"], "--n must be 1, got 2"),
-        (["chat", "no-model", "--top-p", "2"], "--top-p must be"),
-        (["chat", "no-model", "--system", "\udc80"], "the system message is not UTF-8 text"),
-    ],
-)
-def test_requests_are_checked_before_the_model(
-    run: Run, recorder: Any, arguments: list[str], message: str
-) -> None:
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert message in err
-    assert recorder.made == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stdin"),
-    [
-        ([QUESTION], ""),
-        (["-"], QUESTION),
-        ([], QUESTION),
-        (["--max-tokens", "160", QUESTION], ""),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "stdin"), [([QUESTION], ""), ([], QUESTION)])
 def test_generate_without_model_takes_the_default(
     run: Run, arguments: list[str], stdin: str
 ) -> None:
     done = run("generate", *FAST, *arguments, stdin=stdin)
     assert done == (0, f" {ANSWER_TO[QUESTION]}\n", UNNAMED)
-
-
-def test_a_directory_with_a_space_is_a_model(run: Run, recorder: Any, tmp_path: Path) -> None:
-    (tmp_path / "a model").mkdir()
-    run("generate", str(tmp_path / "a model"), "Hi")
-    assert [made["model"] for made in recorder.made] == [str(tmp_path / "a model")]
 
 
 @pytest.mark.parametrize(
@@ -296,14 +229,12 @@ def test_no_prompt_is_an_error_before_the_model(
     ("words", "num_prompts"),
     [
         (["Hi"], 1),
-        (["Hi", "there"], 2),
-        (["What's up?"], 1),
         (["and/or so"], 1),
         (["x" * 5000], 1),
-        (["here", "Hi"], 1),
         (["./here", "Hi"], 1),
         (["Qwen/Qwen3-0.6B", "Hi"], 1),
         (["missing.gguf", "Hi"], 1),
+        (["a model", "Hi"], 1),
         (["/no/where", "Hi", "there"], 2),
     ],
 )
@@ -317,6 +248,7 @@ def test_a_model_is_a_path_or_has_a_slash(
 ) -> None:
     """All other first words of `generate` are prompts."""
     (tmp_path / "here").mkdir()
+    (tmp_path / "a model").mkdir()
     monkeypatch.chdir(tmp_path)
     given: list[list[str]] = []
     monkeypatch.setattr(cli, "_prompts", lambda args: given.append(args.prompt) or args.prompt)
@@ -385,7 +317,7 @@ def test_help_explains_every_flag(run: Run, command: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [("generate", "--top-p"), ("chat", "--url"), ("run", "--narrate"), ("serve", "--config"),
+    [("generate", "--top-p"), ("chat", "--url"), ("run", "--system"), ("serve", "--api-key"),
      ("explain", "--html"), ("batch", "--workers"), ("prove", "--full"), ("lab check", "--fair")],
 )  # fmt: skip
 def test_help_is_short(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, flag: str) -> None:
@@ -427,15 +359,12 @@ def test_help_speaks_no_python(run: Run, monkeypatch: pytest.MonkeyPatch, comman
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1048576", 2**20),
         ("512MiB", 2**29),
-        ("4 gib", 2**32),
         ("1.5GiB", 3 * 2**29),
         ("4G", 2**32),
         ("4GB", 4 * 10**9),
         ("2kB", 2000),
         ("7B", 7),
-        ("1TiB", 2**40),
     ],
 )
 def test_a_size_may_have_a_unit(text: str, size: int) -> None:
@@ -451,7 +380,6 @@ def test_a_size_may_have_a_unit(text: str, size: int) -> None:
     [
         ("device 'cuda': no GPU; use device=\"cpu\"", "--device 'cuda': no GPU; use --device cpu"),
         ("for greedy use temperature=0", "for greedy use --temperature 0"),
-        ("got 0; use temperature=0.", "got 0; use --temperature 0."),
         ("needs detokenize=True; use stop_token_ids", "needs --detokenize; use --stop-token-ids"),
         ("with native_kernels=False (why)", "with --no-native-kernels (why)"),
         ("n must be 1", "--n must be 1"),
@@ -472,17 +400,7 @@ def test_a_size_may_have_a_unit(text: str, size: int) -> None:
 )
 def test_errors_name_flags(text: str, spelled: str) -> None:
     """The library's errors name fields and Python's values."""
-    assert cli._parse(["generate", "Hi"]).parser.in_flags(text) == spelled
-
-
-def test_every_field_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    for owner in (Config, SamplingParams):
-        parser = Parser(prog="test", usage="test")
-        add_flags(parser.add_argument_group(), owner, but={"model"}, defaults={})  # type: ignore[arg-type]
-        parser.print_help()
-        for flag in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
-            text = " ".join(flag.split()).partition(" (default:")[0]
-            assert len(text.split()) > 4, f"no help: {flag}"
+    assert in_flags(text, cli._parse(["generate", "Hi"]).parser) == spelled
 
 
 def test_a_server_has_its_own_default_of_max_logprobs() -> None:
@@ -504,7 +422,7 @@ def test_help_tells_what_a_checkpoint_may_recommend() -> None:
         for field in dataclasses.fields(SamplingParams)
         if getattr(params, field.name) != field.default
     }
-    assert changed == set(flag_groups.RECOMMENDED)
+    assert changed == set(RECOMMENDED)
 
 
 class Recorder:
@@ -538,71 +456,41 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
-def example_of(hint: Any) -> tuple[str, Any]:
-    """Return an argument for a field of this type, and the value it stands for."""
-    if isinstance(hint, types.UnionType):
-        plain = (arg for arg in typing.get_args(hint) if not dataclasses.is_dataclass(arg))
-        (hint,) = (arg for arg in plain if arg is not type(None))
-    return {
-        int: ("3", 3),
-        float: ("0.5", 0.5),
-        str: ("some text", "some text"),
-        dict[str, Any]: ('{"vocab_size": 3}', {"vocab_size": 3}),
-        Sequence[str]: ("some text", ("some text",)),
-        Sequence[int]: ("[3, 4]", (3, 4)),
-        tuple[tuple[int, float], ...]: ('{"3": 0.5}', ((3, 0.5),)),
-        tuple[tuple[str, Any], ...]: ('{"a": [1]}', (("a", [1]),)),
-    }[hint]
+FLAG_VALUES: dict[Any, tuple[str, Any]] = {
+    int: ("3", 3),
+    float: ("0.5", 0.5),
+    str: ("some text", "some text"),
+    Sequence[str]: ("some text", ["some text"]),
+    Sequence[int]: ("[3, 4]", [3, 4]),
+}
+"""By type of a field: a flag's argument, and the value that it stands for; else it is JSON."""
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (owner, name)
-        for owner in (Config, SamplingParams)
-        for name in fields_of(owner)
-        if name != "model"
-    ],
-)
-def test_every_field_has_a_flag(
-    run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
-) -> None:
-    monkeypatch.setattr(Config, "__post_init__", lambda config: None)  # takes any text
-    hint = typing.get_type_hints(owner)[name]
-    flag = "--" + name.replace("_", "-")
-    if hint is bool:
-        cases = [([flag], True), (["--no-" + flag.removeprefix("--")], False)]
-    else:
-        argument, value = example_of(hint)
-        if name == "structured_outputs":
-            argument, value = '{"regex": "a+"}', StructuredOutputsParams(regex="a+")
-        cases = [([flag, argument], value)]
-        if name == "prompt_logprob_start":
-            cases = [([flag, argument, "--prompt-logprobs", "0"], value)]
-    for arguments, value in cases:
-        assert run("generate", "some/model", "Hi", *arguments)[0] == 0
-        options, params = recorder.made.pop(), recorder.asked.pop()
-        if owner is SamplingParams:
-            assert getattr(params, name) == value
-            untouched = dataclasses.replace(params, **{name: getattr(SamplingParams(), name)})
-        else:
-            given = options.pop(name)
-            assert (tuple(given) if isinstance(given, list) else given) == value
-            untouched = dataclasses.replace(params, seed=None)
-        expected = {"temperature": 0.25, "max_tokens": 512}
-        expected.pop(name, None)
-        if name == "prompt_logprob_start":
-            expected["prompt_logprobs"] = 0
-        assert untouched == SamplingParams(**expected)
-        options.pop("seed", None)
-        assert options == {"model": "some/model"}
+@pytest.mark.parametrize("owner", [Config, SamplingParams])
+def test_every_field_has_a_flag(owner: type[Any]) -> None:
+    words: list[str] = []
+    expected: dict[str, Any] = {}
+    switches = [name for name, field in fields_of(owner).items() if field.kind is bool]
+    for name, field in fields_of(owner).items():
+        if name not in ("model", *switches):
+            argument, value = FLAG_VALUES.get(field.kind, ('{"a": [3]}', {"a": [3]}))
+            words += [f"--{name.replace('_', '-')}", argument]
+            expected[name] = value
+    for prefix, is_on in (("--", True), ("--no-", False)):
+        flags = [prefix + name.replace("_", "-") for name in switches]
+        args = cli._parse(["generate", "some/model", "Hi", *words, *flags])
+        given = {**given_fields(owner, args), "model": None}
+        assert given == {**expected, **dict.fromkeys(switches, is_on), "model": None}
 
 
-def test_seed_sets_the_engines_and_the_requests(run: Run, recorder: Any) -> None:
-    assert run("generate", "some/model", "Hi", "--seed", "5")[0] == 0
-    assert recorder.made == [{"model": "some/model", "seed": 5}]
-    assert recorder.asked[0].seed == 5
+def test_flags_reach_the_engine_and_the_request(run: Run, recorder: Any) -> None:
+    """A seed is for both. What no flag sets is as the checkpoint recommends."""
+    flags = ["--seed", "5", "--top-k", "7", "--structured-outputs", '{"regex": "a+"}']
+    assert run("generate", "some/model", "Hi", *flags, "--max-num-seqs", "3")[0] == 0
+    assert recorder.made == [{"model": "some/model", "seed": 5, "max_num_seqs": 3}]
+    form = StructuredOutputsParams(regex="a+")
+    expected = SamplingParams(0.25, 512, seed=5, top_k=7, structured_outputs=form)
+    assert recorder.asked == [expected]
 
 
 def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,9 +505,9 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
     class NewParams(SamplingParams):
         sweetness: float | None = None
 
-    for module in (cli, flag_groups):
-        monkeypatch.setattr(module, "Config", NewConfig)
-        monkeypatch.setattr(module, "SamplingParams", NewParams)
+    for module in ("nanovllm.apps.cli.main", "nanovllm.options.flags"):
+        monkeypatch.setattr(f"{module}.Config", NewConfig)
+        monkeypatch.setattr(f"{module}.SamplingParams", NewParams)
     shown = " ".join(run("chat", "--help-all")[1].split())
     assert "--num-spoons INT How many spoons there are; 50% are clean. (default: 1)" in shown
     assert "--hook" not in shown, "a command line cannot hold a function"
@@ -681,18 +569,14 @@ def test_run_answers_one_question(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_chat_commands_reset_and_exit(run: Run, rendered: list[Any]) -> None:
+    """The system message outlives a reset."""
     lines = [QUESTIONS[0], "/reset", QUESTIONS[1], " /exit ", QUESTIONS[2]]
-    assert chat(run, lines=lines) == (ANSWERS[:2], "")
-    assert rendered == [turn(0)[:1], turn(1)[:1]]
-    assert chat(run, lines=[]) == ([], "")
-    assert chat(run, lines=["/exit"]) == ([], "")
-
-
-def test_chat_system_message_outlives_a_reset(run: Run, rendered: list[Any]) -> None:
-    lines = [QUESTIONS[0], "/reset", QUESTIONS[1]]
     assert chat(run, "--system", "Be brief.", lines=lines) == (ANSWERS[:2], "")
     system = {"role": "system", "content": "Be brief."}
     assert rendered == [[system, *turn(0)[:1]], [system, *turn(1)[:1]]]
+    assert chat(run, lines=[]) == ([], "")
+    assert chat(run, "--max-tokens", "1", lines=["/etc/hosts is a file"])[1] == ""
+    assert rendered[-1][-1]["content"] == "/etc/hosts is a file"
 
 
 def test_chat_passes_options_to_the_template(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -799,7 +683,7 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
     shown, err = chat(run, lines=lines)
     assert shown[-2:] == ANSWERS[:2]
     assert [line.split()[0] for line in shown[:-2]] == [
-        *("/help", "/system", "/set", "/show", "/regen", "/save", "/reset", "/clear", "/exit"),
+        *("/help", "/system", "/regen", "/save", "/reset", "/clear", "/exit"),
         *('"""', "Ctrl-C"),
     ]
     system = {"role": "system", "content": "Be brief."}
@@ -822,78 +706,31 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
         assert len(message) < 300
 
 
-def test_chat_sets_parameters_and_answers_again(
-    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[SamplingParams] = []
+def test_chat_answers_again(run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old answer is not in the prompt of the new one, and stays if that fails."""
     stream = LLM.stream
 
-    def noted(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
-        asked.append(params)
+    def third_fails(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        if len(rendered) == 3:
+            raise InvalidRequestError("no")
         return stream(self, prompt, params)
 
-    monkeypatch.setattr(LLM, "stream", noted)
-    lines = [
-        "/regen",
-        "/set temperature 0.5",
-        "/set max-tokens 4",
-        '/set stop ["a", "b"]',
-        "/show",
-        QUESTIONS[0],
-        "/set temperature",
-        "/set stop",
-        "/set max-tokens",
-        QUESTIONS[1],
-        "/regen",
-        "/set",
-        "/set temperatur 1",
-        "/set n 2",
-        "/set top_p 7",
-        "/regen now",
-    ]
-    shown, err = chat(run, "--system", "Be brief.", "--top-k", "3", lines=lines)
-    rows = dict(line.split(None, 1) for line in shown[:10])
-    assert rows["model"] == "the glossary model that ships with nanovllm"
-    assert rows["system"] == "message      Be brief."
-    assert rows["messages"] == "0"
-    assert (rows["temperature"], rows["top_k"], rows["stop"]) == ("0.5", "3", '["a", "b"]')
-    assert shown[-2:] == [ANSWERS[1]] * 2
-    assert [(p.temperature, p.top_k, p.max_tokens, p.stop) for p in asked] == [
-        (0.5, 3, 4, ("a", "b")),
-        *[(0.0, 3, 512, ())] * 2,
-    ]
-    assert rendered[1] == rendered[2], "the answer that is made again is not in its own prompt"
+    monkeypatch.setattr(LLM, "stream", third_fails)
+    lines = ["/regen", QUESTIONS[0], "/regen", "/regen", "/regen now", "/set top_p 1", QUESTIONS[1]]
+    shown, err = chat(run, lines=lines)
+    assert shown == [ANSWERS[0], ANSWERS[0], ANSWERS[1]]
+    assert rendered == [turn(0)[:1]] * 3 + [[*turn(0), *turn(1)[:1]]]
     for line, message in zip(
         err.splitlines(),
         (
             "there is no message yet to answer again",
-            "/set needs a name and a value, such as /set temperature 0.5",
-            "there is no parameter 'temperatur'; did you mean 'temperature'?",
-            "there is no parameter 'n' to set in a chat",
-            "top_p must be from 0 to 1, got 7",
+            "no (/reset starts a new conversation)",
             "/regen takes no argument, got 'now'",
+            "there is no command /set: flags at the start set parameters, such as --temperature",
         ),
         strict=True,
     ):
         assert message in line
-
-
-def test_a_second_answer_that_fails_leaves_the_first(
-    run: Run, rendered: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = [QUESTIONS[0], "/set max_tokens 3", "/set min_tokens 5", "/regen"]
-    shown, err = chat(run, lines=[*lines, "/set max_tokens", "/set min_tokens", QUESTIONS[1]])
-    assert shown == ANSWERS[:2]
-    assert "--min-tokens must be an integer from 0 to 3, got 5" in err
-    assert rendered[-1] == [*turn(0), *turn(1)[:1]]
-
-
-def test_piped_messages_may_have_several_lines(run: Run, rendered: list[Any]) -> None:
-    lines = ['"""one', "  two", 'three"""', "four\\", "five", '"""six"""', '"""never closed']
-    chat(run, "--max-tokens", "1", lines=lines)
-    assert [messages[-1]["content"] for messages in rendered] == [
-        *("one\n  two\nthree", "four\nfive", "six", "never closed"),
-    ]
 
 
 def test_answer_that_ends_with_an_error_is_not_kept(
@@ -913,12 +750,6 @@ def test_answer_that_ends_with_an_error_is_not_kept(
         status, out, err = run("generate", demo_model.MODEL, *prompts, *FAST)
         assert (status, out) == (2, "Half\n" * len(prompts))
         assert "ended with an error" in err
-
-
-def test_chat_sends_a_path_as_a_message(run: Run, rendered: list[Any]) -> None:
-    _, err = chat(run, lines=["/etc/hosts is a file"])
-    assert err == ""
-    assert rendered[0][0]["content"] == "/etc/hosts is a file"
 
 
 def test_output_for_a_terminal_holds_no_control_characters(
@@ -976,9 +807,7 @@ def test_process_with_unusable_streams_ends_in_one_line() -> None:
     program = f"{shlex.quote(sys.executable)} -m nanovllm"
     for command, status, err in (
         ("--help >/dev/full", 1, "nanovllm: cannot write the output: No space left on device\n"),
-        ("--help >&-", 1, "nanovllm: standard output is closed\n"),
         ("--oops 2>/dev/full", 2, ""),
-        ("--oops 2>&-", 2, ""),
         ("chat <&-", 2, "nanovllm: standard input is closed, so there is nothing to answer\n"),
     ):
         done = subprocess.run(
@@ -1004,12 +833,11 @@ def test_output_without_unicode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_closed_output_pipe_ends_without_a_traceback() -> None:
     """Symptom: `nanovllm generate ... | head` ends with a traceback."""
-    command = [sys.executable, "-m", "nanovllm.apps.cli.main", "generate", demo_model.MODEL, *FAST]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
         done = subprocess.run(
-            [*command, *QUESTIONS[:2]],
+            [sys.executable, "-m", "nanovllm.apps.cli.main", "learn"],
             stdout=out,
             stderr=subprocess.PIPE,
             env=environment(),
@@ -1019,17 +847,12 @@ def test_closed_output_pipe_ends_without_a_traceback() -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
 @pytest.mark.parametrize(
-    ("encoding", "handler", "message"),
+    ("command", "encoding", "handler"),
     [
-        ("utf-8", "strict", "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n"),
-        (
-            "utf-8",
-            "surrogateescape",
-            "nanovllm: standard input is not UTF-8 text: it has byte 0xff\n",
-        ),
-        ("ascii", "strict", "nanovllm: standard input is not ASCII text: it has byte 0xff\n"),
+        ("generate", "utf-8", "strict"),
+        ("generate", "utf-8", "surrogateescape"),
+        ("chat", "ascii", "strict"),
     ],
 )
 def test_binary_standard_input_is_refused(
@@ -1038,12 +861,12 @@ def test_binary_standard_input_is_refused(
     command: str,
     encoding: str,
     handler: str,
-    message: str,
 ) -> None:
     """Python reads such bytes as lone surrogates under LC_ALL=C."""
     lines = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding=encoding, errors=handler)
     monkeypatch.setattr(sys, "stdin", lines)
     assert cli.main([command, demo_model.MODEL, *FAST]) == 2
+    message = f"nanovllm: standard input is not {encoding.upper()} text: it has byte 0xff\n"
     assert capsys.readouterr() == ("", message)
 
 

@@ -1,41 +1,76 @@
-"""The HTTP client: any cut of the bytes gives the same events; what a server may do wrong."""
+"""`nanovllm chat --url`: any cut of the bytes, what a server may do wrong, and Ctrl-C."""
 
+import io
 import itertools
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from nanovllm.apps.cli import server_client
-from nanovllm.apps.cli.server_client import choice_of, events, find_server
-from nanovllm.errors import ConfigError, InvalidRequestError, ServerError
+from nanovllm.apps.cli import main as cli, repl, server_client
+from nanovllm.apps.cli.repl import AnswerPiece
+from nanovllm.apps.cli.server_client import events, find_server, model_card, read_event
+from nanovllm.errors import ConfigError, ServerError
+from tests.helpers import environment
 from tests.wire_server import (
     CLOSE,
     HEAD,
     MODELS,
-    Script,
+    Asked,
     Step,
     WireServer,
+    chat_event,
     chunk,
     event,
     streamed,
-    text_event,
-    usage_event,
     whole,
 )
 
-HEAD_OF_9 = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: http://a/\r\nContent-Length: 0\r\n\r\n"
-CUT_SHORT = "closed the connection before its answer ended"
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"))
+HALF = (0, chat_event(content="Half"))
+Chat = Callable[..., tuple[int, list[str], str]]
 
 
-def events_of(data: bytes, cuts: list[int]) -> list[str]:
-    """Read the body of an answer in pieces."""
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [*events(data[start:stop] for start, stop in itertools.pairwise(places))]
+@pytest.fixture
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """Send lines to a server; return the status, the lines written and standard error."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is not used
+
+    def chat(wire: WireServer, *arguments: str, lines: list[str]) -> tuple[int, list[str], str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        status = cli.main(["chat", "--url", wire.url, *arguments])
+        shown = capsys.readouterr()
+        return status, shown.out.splitlines(), shown.err
+
+    return chat
+
+
+def echo(asked: Asked) -> list[Step]:
+    """Answer with the last message, in capitals, word by word and the bytes one by one."""
+    words = re.split("(?<= )", asked.body["messages"][-1]["content"].upper())
+    pieces = [(0, chat_event(content=word)) for word in words]
+    return streamed((0, chat_event(role="assistant")), *pieces, (0, chat_event("stop")), cut=1)
+
+
+def messages_of(wire: WireServer) -> list[list[tuple[str, str]]]:
+    return [
+        [(message["role"], message["content"]) for message in asked.body["messages"]]
+        for asked in wire.asked
+        if asked.method == "POST"
+    ]
 
 
 @given(
@@ -51,43 +86,41 @@ def test_any_cut_gives_the_same_events(
     for lines in texts:
         body += (b": ping" + newline + newline + b"event: delta" + newline) * noise
         body += b"".join(b"data: " + line.encode() + newline for line in lines) + newline
-    assert events_of(body, cuts) == ["\n".join(lines) for lines in texts]
+    places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
+    found = events(body[start:stop] for start, stop in itertools.pairwise(places))
+    assert [*found] == ["\n".join(lines) for lines in texts]
 
 
-@given(data=st.binary(), cuts=st.lists(st.integers(0, 200)))
-def test_any_bytes_are_read(data: bytes, cuts: list[int]) -> None:
-    assert events_of(data, cuts) == events_of(data, [])
+def test_a_line_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "MAX_BYTES", 100)
+    with pytest.raises(ServerError, match="an event of more than 100 bytes"):
+        [*events([b"x" * 60, b"x" * 60])]
+    assert [*events([b"data: " + b"x" * 99 + b"\n\n" + b"data: 1\n\n" * 99])][1:] == ["1"] * 99
 
 
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://127.0.0.1:8000", ("127.0.0.1:8000", "http://127.0.0.1:8000")),
-        ("http://localhost:8000/v1/", ("localhost:8000", "http://localhost:8000")),
-        ("https://example.com/llm/v1", ("example.com", "https://example.com/llm")),
-        ("http://[::1]:9", ("[::1]:9", "http://[::1]:9")),
+        ("http://localhost:8000/v1/", "http://localhost:8000"),
+        ("https://example.com/llm/v1", "https://example.com/llm/"),
+        ("http://[::1]:9", "http://[::1]:9"),
     ],
 )
-def test_urls(url: str, expected: tuple[str, str]) -> None:
-    server = find_server(url, "a-key")
-    assert (server.name, server.url) == expected
-    assert "a-key" not in repr(server)
+def test_urls(url: str, expected: str) -> None:
+    assert str(find_server(url, "a-key").base_url) == expected
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "localhost:8000",
-        "ftp://a",
-        "http://",
-        "http://a b",
-        "http://a:x",
-        "http://a:99999",
-        "http://user:secret@a",
-        "http://a\r\nX: y",
-        "http://[::1",
-        "http://a/?b=c",
+        *("", "localhost:8000", "ftp://a", "http://", "http://a b", "http://a:x", "http://a:99999"),
+        *(
+            "http://user:secret@a",
+            "http://a\r\nX: y",
+            "http://[::1",
+            "http://a/?b=c",
+            "http://a/#b",
+        ),
     ],
 )
 def test_bad_urls_are_refused(url: str) -> None:
@@ -106,117 +139,237 @@ def test_keys_come_from_the_argument_or_the_environment(monkeypatch: pytest.Monk
         find_server("http://a:1", "two\r\nX-Lines: 1")
 
 
-def ask(script: Script) -> list[str]:
-    """Post a request, and return the events of its answer."""
-    with WireServer(script) as wire:
-        return list(server_client.stream(find_server(wire.url), "/v1/completions", {"n": 1}))
-
-
-def test_events_come_as_they_were_sent() -> None:
-    values = [text_event("Hé"), text_event("llo 👋\u2028", "stop"), usage_event(3, 2)]
-    for cut in (0, 1):
-        *got, done = ask(lambda _, cut=cut: streamed(*((0, v) for v in values), cut=cut))  # type: ignore[misc]
-        assert done == "[DONE]"
-        assert [json.loads(data) for data in got] == values
-
-
-@pytest.mark.parametrize(
-    ("steps", "error", "message"),
-    [
-        ([(0.0, whole(400, {"error": {"message": "n is bad"}}))], InvalidRequestError, "n is bad"),
-        ([(0.0, whole(503, {"error": {"message": "full"}}))], ServerError, "answers 503: full"),
-        ([(0.0, whole(404, {"detail": "Not Found"}))], ServerError, "answers 404: Not Found"),
-        ([(0.0, whole(200, {"choices": []}))], ServerError, "does not stream"),
-        ([], ServerError, "closed the connection before"),
-        ([(0.0, HEAD + chunk(event("a"))), (0.0, b"5\r\nab"), CLOSE], ServerError, CUT_SHORT),
-        ([(0.0, HEAD_OF_9 + b"ab"), CLOSE], ServerError, CUT_SHORT),
-        ([(0.0, HEAD + b"zz\r\n")], ServerError, "does not speak HTTP: illegal chunk header"),
-        ([(0.0, HEAD + chunk(event("a"))), (0.1, b"zz\r\n")], ServerError, "illegal chunk"),
-        ([(0.0, b"SSH-2.0-OpenSSH\r\n\r\n")], ServerError, "does not speak HTTP: .*SSH-2.0"),
-        ([(0.0, REDIRECT)], ServerError, "answers 302"),
-    ],
-)
-def test_errors_of_a_server(steps: list[Step], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        ask(lambda _: steps)
-
-
-def test_a_line_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "MAX_BYTES", 100)
-    with pytest.raises(ServerError, match="an event of more than 100 bytes"):
-        ask(lambda _: [(0.0, HEAD + chunk(b"x" * 200))])
-    assert [*events([b"data: " + b"x" * 99 + b"\n\n" + b"data: 1\n\n" * 99])][1:] == ["1"] * 99
-
-
-def test_proxies_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert ask(lambda _: streamed((0, text_event("a"))))[-1] == "[DONE]"
-
-
 @pytest.mark.parametrize(
     "choices",
     [
-        {"a": 1},
-        "x",
-        1,
-        ["x"],
-        [None],
-        [{"delta": "x"}],
-        [{"delta": ["x"]}],
-        [{"delta": {"content": 5}}],
-        [{"delta": {"content": ["a"]}}],
-        [{"delta": {"reasoning": {"a": 1}}}],
+        *({"a": 1}, "x", 1, ["x"], [None], [{"delta": "x"}], [{"delta": ["x"]}]),
+        *([{"delta": {"content": 5}}], [{"delta": {"reasoning": {"a": 1}}}]),
         [{"delta": {}, "finish_reason": 1}],
     ],
 )
 def test_events_of_an_odd_form_are_refused(choices: Any) -> None:
     with pytest.raises(ServerError, match='an event of an unknown form: {"choices": '):
-        choice_of({"choices": choices})
+        read_event(json.dumps({"choices": choices}))
 
 
-def test_choices_of_events() -> None:
+def test_what_events_say() -> None:
     for empty in ({}, {"choices": None}, {"choices": []}):
-        assert choice_of(empty) == ("", "", None)
+        assert read_event(json.dumps(empty)) == ("", "", None, 0)
     for delta, expected in (
-        ({"content": "a"}, ("a", "", "stop")),
-        ({"content": None, "reasoning": "b"}, ("", "b", "stop")),
-        ({"reasoning_content": "b", "content": "c"}, ("c", "b", "stop")),
-        (None, ("", "", "stop")),
+        ({"content": "a\u2028"}, ("a\u2028", "", "stop", 0)),
+        ({"content": None, "reasoning": "b"}, ("", "b", "stop", 0)),
+        ({"reasoning_content": "b", "content": "c"}, ("c", "b", "stop", 0)),
+        (None, ("", "", "stop", 0)),
     ):
         choice = {"delta": delta, "finish_reason": "stop"}
-        assert choice_of({"choices": [choice]}) == expected
-
-
-def unused_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+        assert read_event(json.dumps({"choices": [choice]})) == expected
+    with pytest.raises(ServerError, match="unknown form: not JSON"):
+        read_event("not JSON")
 
 
 def test_a_server_that_is_not_there() -> None:
-    server = find_server(f"http://127.0.0.1:{unused_port()}")
-    with pytest.raises(ServerError, match="cannot reach 127.0.0.1:.*refused"):
-        server_client.model_card(server)
-    nowhere = find_server("http://no-such-host.invalid")
-    with pytest.raises(ServerError, match="(?i)cannot reach no-such-host.invalid: .*name"):
-        server_client.model_card(nowhere)
-    with pytest.raises(ServerError, match="cannot reach 127.0.0.1:.*refused"):
-        list(server_client.stream(server, "/v1/completions", {}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        unused = free.getsockname()[1]
+    for url, reason in (
+        (f"http://127.0.0.1:{unused}", "cannot reach http://127.0.0.1:.*refused"),
+        ("http://no-such-host.invalid", "(?i)cannot reach http://no-such-host.invalid: .*name"),
+    ):
+        with pytest.raises(ServerError, match=reason):
+            model_card(find_server(url))
 
 
 def test_model_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = {"id": "encoder", "chats": False}
     with WireServer(lambda _: []) as wire:
-        assert server_client.model_card(find_server(wire.url + "/v1"))["id"] == "wire-model"
-        encoder = {"id": "encoder", "chats": False}
         for cards, name in (
             ([encoder, 3, {"id": "llm", "chats": True}], "llm"),
             ([encoder], "encoder"),
         ):
             monkeypatch.setitem(MODELS, "data", cards)
-            assert server_client.model_card(find_server(wire.url + "/v1"))["id"] == name
-    with (
-        WireServer(lambda _: [(0.0, whole(200, {}))]) as wire,
-        pytest.raises(ServerError, match="lists no model at /v1/models"),
-    ):
-        server_client.model_card(find_server(wire.url + "/other"))
+            assert model_card(find_server(wire.url + "/v1"))["id"] == name
+        monkeypatch.setitem(MODELS, "data", [])
+        with pytest.raises(ServerError, match="lists no model at /v1/models"):
+            model_card(find_server(wire.url))
+
+
+def test_a_conversation_and_its_commands(chat: Chat, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    lines = ["one two", "three", f"/save {saved}", "/reset", "/system", "four", "/rest", "/exit"]
+    flags = ["--system", "Be loud.", "--temperature", "0", "--seed", "5", "--api-key", "key"]
+    flags += ["--extra-args", '{"no_digits": true}', "other-model"]
+    flags += ["--chat-template-kwargs", '{"enable_thinking": false}']
+    with WireServer(echo) as wire:
+        status, shown, err = chat(wire, *flags, lines=[*lines, "never sent"])
+        system, first = ("system", "Be loud."), ("user", "one two")
+        assert messages_of(wire) == [
+            [system, first],
+            [system, first, ("assistant", "ONE TWO"), ("user", "three")],
+            [("user", "four")],
+        ]
+        asked = wire.asked[1]
+    assert (status, shown) == (0, ["ONE TWO", "THREE", "FOUR"])
+    assert err == "there is no command /rest; did you mean '/reset'?\n"
+    assert asked.path == "/v1/chat/completions"
+    assert asked.headers["authorization"] == "Bearer key"
+    assert {name: value for name, value in asked.body.items() if name != "messages"} == {
+        "model": "other-model",
+        "stream": True,
+        "temperature": 0,
+        "seed": 5,
+        "vllm_xargs": {"no_digits": True},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert len(json.loads(saved.read_text())) == 5
+
+
+def test_a_terminal_gets_the_speed(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is asked for the number of tokens, which it tells at the end."""
+
+    def script(asked: Asked) -> list[Step]:
+        usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}}
+        return streamed(*[(0, chat_event(content="a "))] * 3, (0, chat_event("stop")), (0, usage))
+
+    for module in ("repl", "server_client"):
+        monkeypatch.setattr(f"nanovllm.apps.cli.{module}.is_interactive", lambda: True)
+    with WireServer(script) as wire:
+        _, shown, err = chat(wire, lines=["hi"])
+        assert wire.asked[-1].body["stream_options"] == {"include_usage": True}
+    assert err == ""
+    # No speed is shown if all come at once.
+    told = r"\(7 tokens, the first after \d+\.\d s(, \d+ tokens/s)?\)"
+    assert re.fullmatch(told, shown[1])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        # A server tells the number at the end only: six of the tokens came after the first text.
+        ([(1.25, "a ", 0), (2.0, "b ", 0), (3.25, "", 7)], "7 tokens, the first after 1.2 s, 3 "),
+        ([(1.25, "a", 2), (2.0, "b", 2), (2.75, "c", 1)], "5 tokens, the first after 1.2 s, 2 "),
+        ([(0.5, "a", 1), (0.509, "b", 9)], "10 tokens, the first after 0.5 s"),
+        ([(0.5, "a", 0)], ""),
+    ],
+)
+def test_the_speed_is_of_the_tokens_after_the_first_text(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[float, str, int]], shown: str
+) -> None:
+    times = iter([0.0, *(time for time, _, _ in pieces)])
+    monkeypatch.setattr(repl, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    timer = repl._Timer()
+    texts = list(timer.timed(AnswerPiece(text, num_tokens) for _, text, num_tokens in pieces))
+    assert texts == [text for _, text, _ in pieces]
+    assert timer.speed() == shown + "tokens/s" * shown.endswith(" ")
+
+
+def test_reasoning_is_shown_and_not_sent_back(chat: Chat) -> None:
+    thoughts = [{"reasoning_content": "Let me "}, {"reasoning": "think."}]
+    deltas = [*thoughts, {"content": "Yes"}, {"content": "."}]
+    answer = streamed(*((0, chat_event(**delta)) for delta in deltas), (0, chat_event("stop")))
+    with WireServer(lambda _: answer) as wire:
+        _, shown, err = chat(wire, lines=["is it?", "sure?"])
+        assert messages_of(wire)[1][1] == ("assistant", "Yes.")
+    assert shown[:5] == ["<think>", "Let me think.", "</think>", "", "Yes."]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (
+            [(0.0, whole(400, {"error": {"message": "the prompt has 600 tokens"}}))],
+            "the server answers 400: the prompt has 600 tokens (/reset starts a new conversation)",
+        ),
+        ([(0.0, whole(401, {"error": {"message": "bad key"}}))], "the server answers 401: bad key"),
+        ([(0.0, whole(200, {"choices": []}))], "the server broke off its answer: no reason is giv"),
+        ([(0.0, REDIRECT)], "the server answers 302: without a reason"),
+        ([], "the server broke off its answer: Server disconnected without sending a response."),
+        (
+            [(0.0, HEAD + chunk(event("[DONE]"))), (0.0, b"5\r\nab"), CLOSE],
+            "the server broke off its answer: peer closed connection without sending complete",
+        ),
+        ([(0.0, HEAD + b"zz\r\n")], "the server broke off its answer: illegal chunk header"),
+        ([(0.0, b"SSH-2.0-OpenSSH\r\n\r\n")], "the server broke off its answer: illegal status li"),
+        (
+            streamed(HALF, (0, {"error": {"message": "engine\ndied"}})),
+            "the server reports an error: engine died",
+        ),
+        (
+            streamed(HALF, (0, {"choices": [{"delta": ["x"]}]})),
+            'the server sends an event of an unknown form: {"choices": [{"delta": ["x"]}]}',
+        ),
+        (streamed(HALF), "the server broke off its answer: no reason is given"),
+        (streamed(HALF, (0, chat_event("abort"))), "the server broke off its answer: abort"),
+    ],
+)
+def test_an_error_is_one_line_and_the_chat_goes_on(
+    chat: Chat, steps: list[Step], message: str
+) -> None:
+    answers = iter([steps])
+
+    def script(asked: Asked) -> list[Step]:
+        return next(answers, None) or (echo(asked) if len(wire.asked) > 2 else [])
+
+    with WireServer(script) as wire:
+        status, shown, err = chat(wire, lines=["first", "second"])
+        assert messages_of(wire)[-1] == [("user", "second")]
+    assert (status, shown) == (0, ["Half"] * ("Half" in str(steps)) + ["SECOND"])
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_ctrl_c_ends_an_answer_and_its_connection(chat: Chat, begins: bool) -> None:
+    """Also while nothing has come yet: a queue may be long."""
+
+    def script(asked: Asked) -> list[Step]:
+        if asked.body["messages"][-1]["content"] != "wait":
+            return echo(asked)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        waiting: list[tuple[float, object]] = [(0.05, chat_event(content=""))] * 600
+        answer = streamed((0, chat_event(content="I wait")), *waiting)
+        return answer if begins else [(30.0, b"")]
+
+    with WireServer(script) as wire:
+        done = chat(wire, lines=["wait", "go on"])
+        assert messages_of(wire) == [[("user", "wait")], [("user", "go on")]]
+        assert not begins or wire.hung_up.wait(10), "the server learns that nobody reads"
+    assert done == (0, ["I wait" * begins, "GO ON"], "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--base-url", "localhost:8000"], "the server's URL must be like http://127.0.0.1:8000"),
+        (["--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1: [Errno 111] Connecti"),
+        (["--url", "http://a", "--max-num-seqs", "4"], "--max-num-seqs is for a model here"),
+        (["--url", "http://a", "--temperature", "-1"], "--temperature must be"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["chat", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_it_starts_without_torch() -> None:
+    code = """if True:
+        import sys
+        from nanovllm.apps.cli import main as cli
+        status = cli.main(sys.argv[1:])
+        sys.exit(status or "torch" in sys.modules or "numpy" in sys.modules)
+    """
+    with WireServer(echo) as wire:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "chat", "--url", wire.url],
+            input="hello\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(),
+            check=False,
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "HELLO\n", "")

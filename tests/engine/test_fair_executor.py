@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import FairExecutor
 from tests.helpers import in_threads
 
 

@@ -33,14 +33,6 @@ def demo_llm() -> LLM:
     return LLM(demo_model.MODEL, max_model_len=128)
 
 
-def test_generate_takes_one_prompt_or_many(llm: LLM) -> None:
-    one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
-    many = llm.generate([[5, 6, 7], {"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)
-    assert len(one) == 1
-    assert one[0].token_ids == many[0].token_ids == many[1].token_ids
-    assert llm.generate([], GREEDY, use_tqdm=False) == []
-
-
 def test_priority_is_given_for_all_or_for_each(make_llm: Any, random_model: str) -> None:
     llm = make_llm(random_model, max_num_seqs=1)
     for priority, first in ((1, 0), ([1, 0], 1), (range(1, -1, -1), 1)):
@@ -85,35 +77,15 @@ def test_finish_reason_is_length_or_stop(llm: LLM) -> None:
         [[9]], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), use_tqdm=False
     )
     assert (free.finish_reason, len(free.token_ids)) == ("length", 200)
-    prompts = [[i] for i in range(1003) if i not in (7, 11)]
-    params = [SamplingParams(max_tokens=30, seed=seed) for seed in range(len(prompts))]
+    prompts = [[i] for i in range(100) if i not in (7, 11)]
+    params = [
+        SamplingParams(max_tokens=30, seed=seed, allowed_token_ids=range(20))
+        for seed in range(len(prompts))
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     stopped = [o for o in outputs if o.finish_reason == "stop"]
     assert {o.token_ids[-1] for o in stopped} == {7, 11}  # both EOS ids of the model
     assert not any({7, 11} & set(o.token_ids[:-1]) for o in outputs)
-
-
-def test_failed_generate_leaves_nothing_for_the_next_call(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
-    executor = llm.engine.executor
-    execute = executor.execute
-    calls = []
-
-    def fails_at_the_third(schedule: Any) -> Any:
-        calls.append(schedule)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return execute(schedule)
-
-    monkeypatch.setattr(executor, "execute", fails_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
-    assert llm.engine.is_finished()
-    check_scheduler(llm.engine.scheduler)
-    outputs = llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
 @pytest.mark.parametrize("queue_depth", [0, 1, 3])
@@ -240,21 +212,7 @@ def test_seed_repeats_a_request_and_its_absence_does_not(llm: LLM) -> None:
     assert len(drawn) == 8
 
 
-def test_cached_tokens_are_reported(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model, kvcache_block_size=16)
-    prompt = list(range(1, 49))  # exactly three blocks; the last one is computed again
-    cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
-    assert cached == [0, 32]
-
-
-def test_stats_count_every_token(make_llm: Any, random_model: str) -> None:
-    llm = make_llm(random_model, enable_prefix_caching=False)
-    llm.generate([[1] * 10, [2] * 20], GREEDY, use_tqdm=False)
-    assert llm.engine.stats.num_decode_tokens == 16
-    assert llm.engine.stats.num_prefill_tokens == 9 + 19
-
-
-@pytest.mark.parametrize("queue_depth", [0, 1, 4])
+@pytest.mark.parametrize("queue_depth", [1, 4])
 def test_stats_exclude_tokens_after_a_stop(random_model: str, queue_depth: int) -> None:
     """Symptom: tokens of steps launched before a stop was known count, so the rate is too high."""
     engine = make_engine(Config(model=random_model), queue_depth=queue_depth)
@@ -309,10 +267,6 @@ def test_a_step_is_launched_ahead_if_the_device_runs_ahead(
         engine.step()
         in_flight.add(len(engine._in_flight))
     assert in_flight == ({0, 1} if runs_ahead else {0})
-
-
-def test_only_cuda_runs_ahead(llm: LLM) -> None:
-    assert llm.engine.worker_info.runs_ahead == torch.cuda.is_available()
 
 
 def test_del_llm_frees_memory(random_model: str) -> None:

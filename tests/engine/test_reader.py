@@ -13,7 +13,7 @@ from hypothesis import (
     strategies as st,
 )
 
-from nanovllm.engine.reader import Reader, merge_outputs, send
+from nanovllm.engine.reader import Reader, merge_outputs
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 Result = TypeVar("Result")
@@ -143,32 +143,6 @@ def test_reader_gets_everything_in_order_and_the_error_last(
     run(main())
 
 
-def test_reader_that_keeps_up_gets_each_output() -> None:
-    outputs = make_stream(3, 2, 50, sends_all=False)
-
-    async def main() -> None:
-        reader = Reader()
-        for output in outputs:
-            await asyncio.to_thread(send, [(reader, output)])
-            assert await reader.get() is output
-
-    run(main())
-
-
-def test_reader_waits_until_there_is_something() -> None:
-    (output,) = make_stream(0, 1, 1, sends_all=False)
-
-    async def main() -> None:
-        reader = Reader()
-        task = asyncio.create_task(reader.get())
-        await asyncio.sleep(0.01)
-        assert not task.done()
-        reader.put(output)
-        assert await task is output
-
-    run(main())
-
-
 def test_outputs_are_taken_only_while_the_task_waits_for_them() -> None:
     outputs = make_stream(2, 1, 9, sends_all=False)
     taken: list[RequestOutput] = []
@@ -222,12 +196,3 @@ def test_unread_outputs_are_few_objects() -> None:
         assert whole([got], sends_all=False) == whole(outputs, sends_all=False)
 
     run(main())
-
-
-def test_closed_event_loop_takes_nothing_and_raises_nothing() -> None:
-    (output,) = make_stream(0, 1, 1, sends_all=False)
-
-    async def main() -> Reader:
-        return Reader()
-
-    send([(run(main()), output)])

@@ -1,13 +1,17 @@
 """TRL's asynchronous GRPO against a server of nanovllm, end to end on the shipped model."""
 
 import importlib.util
+import sys
 
 import pytest
+
+from tests.helpers import ROOT
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed", allow_module_level=True)
 
-from examples.async_grpo_trl import train
+sys.path.append(str(ROOT / "examples"))
+from async_grpo_trl import train
 
 
 @pytest.mark.long

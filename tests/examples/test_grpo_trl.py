@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from examples.grpo_trl import EngineGeneration, make_trainer
 
 
+@pytest.mark.long
 def test_reward_rises(tmp_path: Path) -> None:
     """In 20 steps, with sleep(level=2) between them and the correction by importance sampling."""
     trainer = make_trainer(20, str(tmp_path), kv_cache_memory_bytes=2**25)

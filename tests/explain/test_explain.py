@@ -1,4 +1,4 @@
-"""What `nanovllm explain` and `--narrate` say is what the engine did, computed here another way."""
+"""What `nanovllm explain` says is what the engine did, computed here another way."""
 
 import json
 import math
@@ -11,14 +11,10 @@ import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams, demo_model
 from nanovllm.apps.cli import main as cli
-from nanovllm.apps.explain import rates
-from nanovllm.apps.explain.explain import page_of
-from nanovllm.apps.explain.narrate import narrated
-from nanovllm.apps.explain.recording import recorded
+from nanovllm.apps.explain.explain import page_of, recorded
 from nanovllm.apps.explain.story import Sample, Stage, Story
 from nanovllm.apps.explain.terminal import spans
-from nanovllm.apps.explain.xray import Xray, xrayed
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.glossary import QUESTIONS
 
 SMALL: dict[str, Any] = {
@@ -37,10 +33,8 @@ def llm() -> LLM:
     return LLM(demo_model.MODEL, enforce_eager=True, **SMALL)
 
 
-def told(
-    llm: LLM, prompts: list[Any], params: Any, num_top: int = 4, xray: Xray | None = None
-) -> tuple[Story, list[Any]]:
-    with recorded(llm.engine, num_top, lambda story, step: None, xray) as story:
+def told(llm: LLM, prompts: list[Any], params: Any, num_top: int = 4) -> tuple[Story, list[Any]]:
+    with recorded(llm.engine, num_top) as story:
         outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
     assert not llm.engine.observers
     return story, outputs
@@ -169,7 +163,7 @@ def test_chunks_hits_waiting_and_preemption_are_told(llm: LLM) -> None:
 def test_drafts_are_told() -> None:
     spec = {"method": "draft_model", "model": demo_model.DRAFT_MODEL}
     model = LLM(demo_model.MODEL, max_model_len=128, speculative_config=spec)
-    model.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 3))
+    model.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 3))
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     story, [output] = told(model, [QUESTIONS[0]], params)
     drafts = [sample for sample in samples(story) if sample.draft_id is not None]
@@ -194,60 +188,6 @@ def test_a_draw_falls_where_the_tokens_probability_is(llm: LLM) -> None:
         assert sample.uniform is not None
         token = sample.token_id
         assert ends[token] - weights[token] - 1e-5 <= sample.uniform <= ends[token] + 1e-5
-
-
-def test_parts_have_the_bytes_of_the_tensors(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the shapes in the demo model's config.json: Qwen3 in bfloat16."""
-    monkeypatch.setattr(rates, "BUFFER_BYTES", 2**20)
-    config = json.loads((Path(demo_model.MODEL) / "config.json").read_text())
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
-    heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config["head_dim"]
-    qkv = (heads[0] + 2 * heads[1]) * head_dim
-    llm.reset_prefix_cache()
-    with xrayed(llm.engine) as xray:
-        story, _ = told(llm, ["A cache"], SamplingParams(0, max_tokens=2), xray=xray)
-    length = story.sequences[0].num_prompt_tokens
-    first, second = ({part.name: part for part in step.parts} for step in story.steps)
-    for parts, count, end in ((first, length, length), (second, 1, length + 1)):
-        linear = parts["layers.*.self_attn.qkv_proj"]
-        assert linear.calls == layers
-        assert linear.operations == 2 * count * hidden * qkv * layers
-        moved = 2 * (hidden * qkv + count * (hidden + qkv))
-        assert linear.nbytes == moved * layers
-        assert linear.inputs == f"[{count}, {hidden}] bfloat16"
-        assert linear.outputs == f"[{count}, {qkv}] bfloat16"
-        attention = parts["layers.*.self_attn.attn"]
-        pairs = sum(range(end - count + 1, end + 1))
-        assert attention.operations == 4 * heads[0] * head_dim * pairs * layers
-        kv = end * 2 * heads[1] * head_dim
-        rows = count * (qkv + heads[0] * head_dim)
-        assert attention.nbytes == 2 * (kv + rows) * layers
-        assert parts["lm_head"].operations == 2 * hidden * vocab
-        assert parts["layers.*.input_layernorm"].calls == layers
-        assert parts["layers.*.mlp.down_proj"].operations == sum(
-            2 * hidden * inner * (count if layer < layers - 1 else 1) for layer in range(layers)
-        )
-        whole = parts["network"]
-        assert whole.seconds >= parts["layers.*"].seconds > linear.seconds > 0
-        inside = [part for name, part in parts.items() if name.startswith("layers.*.mlp.")]
-        assert parts["layers.*.mlp"].operations == sum(part.operations for part in inside)
-        assert linear.share is not None
-        assert linear.share > 0
-    [left] = llm.engine.executor.call_all(lambda runner: runner.network.model)
-    assert not any(m._forward_hooks or "add_norm" in vars(m) for m in left.modules())
-
-
-def test_narration_is_a_line_a_step(llm: LLM) -> None:
-    lines: list[str] = []
-    with narrated(llm.engine, lines.append):
-        llm.generate(QUESTIONS[:2], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-    assert not llm.engine.observers
-    assert len(lines) == 4
-    pattern = r"step \d+: #0 computes \d+ tokens.* -> '.+'; #1 .*; \d+ of 12 blocks; [\d.]+ ms"
-    assert re.fullmatch(pattern, lines[0])
-    assert "#0 ends (length); #1 ends (length)" in lines[3]
 
 
 def test_spans_join_numbers_that_follow_each_other() -> None:
@@ -308,10 +248,3 @@ def test_wrong_flags_are_refused(
 ) -> None:
     assert cli.main(["explain", demo_model.MODEL, *FLAGS, *flags, "A"]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_generate_narrates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", demo_model.MODEL, *FLAGS, "--narrate", "A cache"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1
-    assert [line.partition(":")[0] for line in err.splitlines()] == ["step 0", "step 1"]

@@ -15,8 +15,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.apps.explain.explain import write_page
-from nanovllm.apps.explain.recording import recorded
+from nanovllm.apps.explain.explain import recorded, write_page
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
 pytestmark = pytest.mark.skipif(not CHOSEN, reason="NANOVLLM_BROWSER=1 runs it")
@@ -35,7 +34,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llm = LLM(demo_model.MODEL, max_model_len=64, max_num_seqs=2, kvcache_block_size=16)
-    with recorded(llm.engine, 4, lambda story, step: None) as story:
+    with recorded(llm.engine, 4) as story:
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         llm.generate(PROMPTS, params, use_tqdm=False)
     llm.shutdown()

@@ -23,7 +23,6 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import make_runner
 from nanovllm.platform.cpu import CPU
-from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.worker import model_runner
 from nanovllm.worker.hooks import LAPS
@@ -32,7 +31,7 @@ from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.step_sampler import StepSampler
 from nanovllm.worker.warm_up import allocate
-from tests.graphs.fake_graphs import FakeCapture, use_fake_graphs, use_triton
+from tests.graphs.fake_graphs import FakeCapture, use_triton
 from tests.kernels.triton.interpreter import patch_interpreter
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -143,29 +142,11 @@ def eager(random_model: str) -> Callable[[Workload], Outputs]:
     return outputs
 
 
-@pytest.fixture(scope="module")
-def gpu_model(shared_checkpoint: Callable[..., str]) -> str:
-    """A random checkpoint whose head size the Triton kernels support."""
-    return shared_checkpoint(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        eos_token_id=7,
-    )
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    return use_fake_graphs(monkeypatch)
-
-
 def num_replays(captures: list[FakeCapture]) -> int:
     return sum(graph.num_replays for capture in captures for graph in capture.graphs)
 
 
-@pytest.mark.parametrize("max_rows", [*range(1, 20), 63, 64, 65, 512, 513, 700, 1024])
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 9, 65, 512, 513, 700])
 def test_sizes(max_rows: int) -> None:
     """Symptom: if max_num_seqs is no multiple of 8, the largest batch has no graph (nano-vllm)."""
     sizes = graph_sizes(max_rows)
@@ -173,15 +154,6 @@ def test_sizes(max_rows: int) -> None:
     assert sizes[-1] == max_rows
     assert {1, 2, 4, *range(8, 513, 8)} & set(range(max_rows + 1)) <= set(sizes)
     assert len(sizes) <= 3 + 64 + -(-max_rows // 64)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("queue_depth", [0, 1, 4])
-def test_same_tokens(
-    random_model: str, workload: Workload, eager: Any, captures: Any, queue_depth: int
-) -> None:
-    assert generate(random_model, workload, queue_depth=queue_depth) == eager(workload)
-    assert num_replays(captures) > 10
 
 
 @pytest.mark.parametrize("queue_depth", [1, 3])
@@ -200,13 +172,8 @@ def test_same_tokens_with_preemption(
     eager: Any,
     captures: Any,
     queue_depth: int,
-    monkeypatch: pytest.MonkeyPatch,
+    preempted: list[Any],
 ) -> None:
-    preempted: list[int] = []
-    preempt = Scheduler.preempt
-    monkeypatch.setattr(
-        Scheduler, "preempt", lambda self, seq: (preempted.append(seq.seq_id), preempt(self, seq))
-    )
     options = {"num_kvcache_blocks": 16, "queue_depth": queue_depth}
     assert generate(random_model, workload, **options) == eager(workload)
     assert preempted
@@ -232,10 +199,10 @@ def test_same_tokens_through_the_kernels_of_a_gpu(
     and advance.
     """
     patch_interpreter()
-    prompts = [[1, 2, 3], [4, 5], [6] * 6]
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.9}]
-    params = [SamplingParams(seed=i, max_tokens=6, **kind) for i, kind in enumerate(kinds)]
-    options = {"max_num_seqs": 3, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
+    prompts = [[1, 2, 3], [6] * 6]
+    kinds = [{"temperature": 0.0}, {"top_k": 20, "top_p": 0.9}]
+    params = [SamplingParams(seed=i, max_tokens=5, **kind) for i, kind in enumerate(kinds)]
+    options = {"max_num_seqs": 2, "kvcache_block_size": 16, "num_kvcache_blocks": 12}
     expected = generate(gpu_model, (prompts, params), enforce_eager=True, **options)
     use_triton(monkeypatch)
     assert generate(gpu_model, (prompts, params), queue_depth=1, **options) == expected
@@ -366,30 +333,6 @@ def test_padding_touches_nothing_of_others(bench: Bench) -> None:
         assert (table_idx, column - 1) in positions or (table_idx, column) == (scratch_idx, 1)
 
 
-def test_rows_do_not_depend_on_padding_or_neighbours(bench: Bench) -> None:
-    """A row decodes the same tokens alone and in batches of any rows, order and size."""
-    tokens = fill(bench, 6)
-    alone = [[bench.decode(table_idx)[0] for _ in range(8)] for table_idx in range(6)]
-    rng = random.Random(0)
-    for table_idx in range(6):  # admit the same prompts again
-        bench.admit(
-            table_idx,
-            tokens[table_idx][:-1],
-            GREEDY,
-            list(range(table_idx * 10, table_idx * 10 + 10)),
-        )
-    found: list[list[int]] = [[] for _ in range(6)]
-    while any(len(row) < 8 for row in found):
-        unfinished = [table_idx for table_idx in range(6) if len(found[table_idx]) < 8]
-        table_indices = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-        for _ in range(rng.randint(1, 3)):
-            if any(len(found[table_idx]) == 8 for table_idx in table_indices):
-                break
-            for table_idx, token in zip(table_indices, bench.decode(*table_indices), strict=True):
-                found[table_idx].append(token)
-    assert found == alone
-
-
 @pytest.mark.parametrize("stale", [-1, 2**31 - 1, 3])
 def test_stale_columns_are_harmless(bench: Bench, stale: int) -> None:
     """Symptom: a step reads old block ids of a table row, or columns past its last block."""
@@ -465,22 +408,6 @@ def test_a_failed_replay_is_not_believed(bench: Bench, monkeypatch: pytest.Monke
     bench.graphs._graphs[2] = (graph, logits)
     bench.lengths = {0: 6, 1: 7}
     assert [bench.decode(0, 1), bench.decode(0, 1)] == expected[1:]
-
-
-def test_tokens_stay_for_some_runs(bench: Bench) -> None:
-    """The host reads them when later steps are running, with the same rows or with others."""
-    fill(bench, 3)
-    seen = []
-    for index, table_indices in enumerate([(0, 1, 2)] * 5 + [(1,), (2, 0), (2, 0)]):
-        rows = [Row(i, i, bench.lengths[i], 1, samples=True) for i in table_indices]
-        for i in table_indices:
-            bench.lengths[i] += 1
-        with torch.inference_mode():
-            tokens = bench.graphs.run(rows).tokens
-        seen.append((tokens, tokens.tolist()))
-        for earlier, expected in seen[-LAPS:]:
-            assert earlier.tolist() == expected, index
-    assert len({tuple(expected) for _, expected in seen}) > 3
 
 
 def test_no_step_overwrites_tokens_that_nobody_has_read(

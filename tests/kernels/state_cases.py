@@ -1,6 +1,7 @@
-"""Inputs of layers with state: a pool with a layer's parts, rows, and a loop in float64."""
+"""Inputs of layers with state: a pool with a layer's parts, rows, and loops in float64."""
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.states import ALIGNMENT, StatePart, StateRows, States
 
@@ -46,44 +47,39 @@ def naive_conv(x, weight, bias, silu, kept):
     return torch.stack(out), inputs[len(x) :]
 
 
-def naive_delta(qkv, a, b, a_log, dt_bias, state, bound=None):
-    """Return the outputs [T, Hv, dv] and the state [Hv, dk, dv], for one row, in float64."""
-    state = state.double().clone()
-    num_heads, dk, dv = state.shape
-    num_key_heads = (qkv.shape[1] - num_heads * dv) // (2 * dk)
-    out = state.new_empty(len(qkv), num_heads, dv)
-    for token, numbers in enumerate(qkv.double()):
-        sizes = [num_key_heads * dk, num_key_heads * dk, num_heads * dv]
-        q, k, v = numbers.split(sizes)
-        q, k, v = q.view(-1, dk), k.view(-1, dk), v.view(-1, dv)
-        for head in range(num_heads):
-            key_head = head // (num_heads // num_key_heads)
-            q1, k1 = (x[key_head] / (x[key_head].square().sum() + 1e-6).sqrt() for x in (q, k))
-            gates = slice(head * (count := a.shape[1] // num_heads), (head + 1) * count)
-            g = a[token, gates].double() + dt_bias[gates].double()
-            rate = a_log[head].double().exp()
-            g = -rate * torch.log1p(g.exp()) if bound is None else bound * torch.sigmoid(rate * g)
-            state[head] *= g.exp()[:, None]
-            delta = torch.sigmoid(b[token, head].double()) * (v[head] - k1 @ state[head])
-            state[head] += torch.outer(k1, delta)
-            out[token, head] = q1 @ state[head] * dk**-0.5
-    return out, state
+def exact_delta(inputs, state, bound=None):
+    """Return the outputs [t, Hv, dv] and the states [t + 1, Hv, dk, dv] of one row in float64."""
+    qkv, a, b, a_log, dt_bias = (x.double() for x in inputs)
+    value_heads, dk, dv = state.shape
+    q, k = qkv[:, : -value_heads * dv].unflatten(1, (2, -1, dk)).unbind(1)
+    v = qkv[:, -value_heads * dv :].unflatten(1, (-1, dv))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(value_heads // x.shape[1], 1) for x in (q * dk**-0.5, k))
+    rate, shifted = a_log.exp()[:, None], (a + dt_bias).unflatten(1, (value_heads, -1))
+    g = -rate * F.softplus(shifted) if bound is None else bound * (rate * shifted).sigmoid()
+    decay = g.exp().unsqueeze(-1)
+    beta = b.sigmoid().unsqueeze(-1)
+    out, known = [], [state.double()]
+    for t in range(len(qkv)):
+        s = known[-1] * decay[t]
+        delta = beta[t] * (v[t] - (k[t].unsqueeze(1) @ s)[:, 0])
+        known.append(torch.baddbmm(s, k[t].unsqueeze(2), delta.unsqueeze(1)))
+        out.append((q[t].unsqueeze(1) @ known[-1])[:, 0])
+    return torch.stack(out), torch.stack(known)
 
 
-def naive_mamba2(xbc, dt, a_log, d, dt_bias, limits, state):
-    """Return the outputs [T, H, p] and the state [H, n, p], for one row, in float64."""
-    state = state.double().clone()
-    num_heads, n, p = state.shape
-    num_groups = (xbc.shape[1] - num_heads * p) // (2 * n)
-    out = state.new_empty(len(xbc), num_heads, p)
-    for token, numbers in enumerate(xbc.double()):
-        x, b, c = numbers.split([num_heads * p, num_groups * n, num_groups * n])
-        x, b, c = x.view(-1, p), b.view(-1, n), c.view(-1, n)
-        for head in range(num_heads):
-            group = head // (num_heads // num_groups)
-            time = torch.log1p((dt[token, head].double() + dt_bias[head].double()).exp())
-            time = min(max(time, limits[0]), limits[1])
-            state[head] *= torch.exp(-a_log[head].double().exp() * time)
-            state[head] += torch.outer(b[group], x[head] * time)
-            out[token, head] = c[group] @ state[head] + d[head].double() * x[head]
-    return out, state
+def exact_mamba(inputs, limits, state):
+    """Return the outputs [t, H, p] and the states [t + 1, H, n, p] of one row in float64."""
+    xbc, dt, a_log, d, dt_bias = (x.double() for x in inputs)
+    heads, n, p = state.shape
+    x, bc = xbc.split([heads * p, xbc.shape[1] - heads * p], dim=1)
+    x = x.unflatten(1, (heads, p))
+    b, c = bc.unflatten(1, (2, -1, n)).unbind(1)
+    b, c = (each.repeat_interleave(heads // each.shape[1], 1) for each in (b, c))
+    step = F.softplus(dt + dt_bias).clamp(*limits)[..., None, None]
+    decay = torch.exp(-a_log.exp()[:, None, None] * step)
+    known = [state.double()]
+    for t in range(len(xbc)):
+        known.append(known[-1] * decay[t] + b[t, :, :, None] * x[t, :, None] * step[t])
+    states = torch.stack(known)
+    return (c.unsqueeze(2) @ states[1:])[:, :, 0] + d[:, None] * x, states

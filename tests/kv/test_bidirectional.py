@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 from nanovllm.core.messages import StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
-from nanovllm.kv.groups.bidirectional import BidirectionalGroup
+from nanovllm.kv.groups.group import BidirectionalGroup
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.invariants import check_scheduler

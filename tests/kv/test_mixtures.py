@@ -8,60 +8,29 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import initialize, invariant
 
 from examples.lab.lfu_eviction import LeastFrequentlyUsed
 from examples.lab.shortest_job_first import ShortestFirst
-from nanovllm.core.windows import WindowSpec, pages_for
+from nanovllm.core.worker_info import WindowSpec, pages_for
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
 from nanovllm.testing.random_runs import make_controller
 from tests.every_case import examples
 from tests.lora.fake_adapters import AdapterEngine, TieredAdapterEngine, check_adapters
-from tests.scheduler.test_random_runs import clock
+from tests.scheduler.test_random_runs import HitsMachine, clock
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
 from tests.tiers.invariants import check_tiers
-from tests.tiers.test_load_runs import TiersMachine, do_something
 
 __all__ = ["clock"]
 
 FEATURES = ("windows", "states", "tiers", "adapters", "drafts")
-WINDOWS = st.lists(
-    st.builds(WindowSpec, st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=2
-)
+TEXTS = [random.Random(seed).choices(range(VOCAB_SIZE), k=40) for seed in range(3)]
 
 
-class MixtureMachine(TiersMachine):
+class MixtureMachine(HitsMachine):
     """Random runs of a model with some of `FEATURES`."""
 
-    @initialize(
-        features=st.sets(st.sampled_from(FEATURES)),
-        max_model_len=st.integers(2, 40),
-        block_size=st.integers(1, 5),
-        windows=WINDOWS,
-        state_pages=st.integers(1, 4),
-        snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
-        num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 40]),
-        num_host_slots=st.sampled_from([0, 1, 4, 12, 40, 200]),
-        has_store=st.booleans(),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(1, 40),
-        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
-        prefix_caching=st.sampled_from([True, True, True, False]),
-        queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
-        max_loras=st.integers(1, 3),
-        num_adapters=st.integers(1, 6),
-        seed=st.integers(0, 2**32),
-        follows_drafts=st.booleans(),
-        token_seconds=st.sampled_from([0.0, 0.0, 0.001]),
-        make_policy=st.sampled_from([None, ShortestFirst]),
-        make_order=st.sampled_from([None, LeastFrequentlyUsed]),
-    )
-    def start(self, **options: Any) -> None:  # type: ignore[override]
-        self.start_mixture(**options)
-
-    def start_mixture(
+    def start(  # type: ignore[override]
         self,
         features: set[str],
         max_model_len: int,
@@ -116,8 +85,39 @@ class MixtureMachine(TiersMachine):
             self.options["prefix_caching"] = prefix_caching
         self.engine = self.tiered_class(**self.options)
 
-    @invariant()
-    def check_loads(self) -> None:
+    def add_a_text(
+        self,
+        text: list[int],
+        length: int,
+        more: list[int],
+        max_tokens: int,
+        index: int,
+        num_alike: int,
+    ) -> None:
+        for _ in range(num_alike):
+            self.add(
+                text[:length] + more,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                priority=index % 2,
+                index=index,
+            )
+
+    def restart(self, seed: int) -> None:
+        """Another process has the same store."""
+        self.engine.run()
+        self.engine.worker.finish_writes()
+        self.engine = self.tiered_class(**{**self.options, "seed": seed})
+
+    def lose_an_entry(self, index: int, is_damaged: bool) -> None:
+        key = list(self.store.entries)[index % len(self.store.entries)]
+        if is_damaged:
+            self.store.entries[key] = None
+        else:
+            del self.store.entries[key]
+
+    def check(self) -> None:
+        super().check()
         assert isinstance(self.engine, AdapterEngine)
         check_adapters(self.engine.adapters)
         if isinstance(self.engine, TieredEngine):
@@ -130,13 +130,6 @@ class OtherEngine(AdapterEngine):
     def __init__(self, *, seed: int = 0, **options: Any) -> None:
         super().__init__(**options)
         self.worker.finish_writes = lambda: None  # type: ignore[attr-defined]
-
-
-MixtureMachine.TestCase.settings = settings(
-    max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True
-)
-
-TestMixtures = MixtureMachine.TestCase
 
 
 def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
@@ -167,16 +160,55 @@ def random_options(features: set[str], rng: random.Random) -> dict[str, Any]:
     }
 
 
+def do_something(machine: MixtureMachine, rng: random.Random) -> None:
+    """Call a rule. Most requests are alike, and most calls are steps."""
+    engine, index = machine.engine, rng.randrange(16)
+    tokens = rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 20))
+    rule_number = rng.random()
+    if rule_number < 0.3:
+        num_alike = rng.choice([1, 1, 1, 3])
+        machine.add_a_text(
+            rng.choice(TEXTS), rng.randint(1, 40), tokens[:2], rng.randint(1, 12), index, num_alike
+        )
+    elif rule_number < 0.33:
+        priority = rng.choice([0, 0, -1, 1])
+        machine.add(tokens, len(tokens), rng.random() < 0.5, priority, index, rng.random() < 0.3)
+    elif rule_number < 0.36 and engine.sequences:
+        machine.add_with_a_known_prefix(index, rng.randint(1, 24), tokens, rng.choice([1, 2]))
+    elif rule_number < 0.4 and engine.sequences:
+        machine.abort(index)
+    elif rule_number < 0.41 and engine.sequences:
+        machine.break_one(index, rng.randrange(9))
+    elif rule_number < 0.42:
+        machine.add_one_with_prompt_logprobs(tokens, index, rng.randrange(16))
+    elif rule_number < 0.43:
+        machine.reset()
+    elif rule_number < 0.46 and machine.store.entries:
+        machine.lose_an_entry(index, rng.random() < 0.5)
+    elif rule_number < 0.47:
+        machine.restart(rng.randrange(2**32))
+    elif rule_number < 0.49:
+        machine.fail_to_launch()
+    elif rule_number < 0.51 and not engine.worker.is_broken:
+        machine.fail()
+    elif rule_number < 0.65 and len(engine.in_flight) <= engine.queue_depth:
+        machine.launch()
+    elif rule_number < 0.75 and engine.in_flight:
+        machine.retire()
+    else:
+        machine.run_steps(rng.randint(1, 6))
+    machine.check()
+
+
 SUBSETS = [subset for size in range(6) for subset in itertools.combinations(FEATURES, size)]
 
 
 @pytest.mark.parametrize("features", SUBSETS, ids="-".join)
 def test_each_subset(features: tuple[str, ...]) -> None:
-    """Longer runs than those above have more loads, snapshots and windows in flight."""
-    for seed in range(examples(4)):
+    for seed in range(examples(8)):
         machine, rng = MixtureMachine(), random.Random(f"{features} {seed}")
-        machine.start_mixture(**random_options({*features}, rng))
-        for _ in range(100):
+        machine.start(**random_options({*features}, rng))
+        for _ in range(80):
             do_something(machine, rng)
         machine.teardown()
 

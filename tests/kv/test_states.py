@@ -7,8 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import initialize, rule
 
 from nanovllm.core.messages import Schedule
 from nanovllm.core.sequence import Sequence
@@ -16,66 +14,9 @@ from nanovllm.kv.groups.state import ROOM_TO_GROW, State, StateGroup
 from nanovllm.kv.trie import Node
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine, random_guesses
 from nanovllm.testing.invariants import check_scheduler
-from nanovllm.testing.random_runs import make_controller
-from tests.every_case import examples
-from tests.scheduler.test_random_runs import HitsMachine, clock
+from tests.scheduler.test_random_runs import clock
 
 __all__ = ["clock"]
-
-
-class StatesMachine(HitsMachine):
-    """Random runs of a model with states, with drafts or without."""
-
-    @initialize(
-        max_model_len=st.integers(2, 24),
-        block_size=st.integers(1, 5),
-        state_pages=st.integers(1, 6),
-        snapshot_interval=st.sampled_from([1, 4, 8, 1000]),
-        num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 30, 60]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(1, 40),
-        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
-        prefix_caching=st.sampled_from([True, True, True, False]),
-        queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
-        seed=st.integers(0, 2**32),
-        with_drafts=st.booleans(),
-    )
-    def start(  # type: ignore[override]
-        self,
-        max_model_len: int,
-        block_size: int,
-        state_pages: int,
-        num_spare_blocks: int,
-        max_num_batched_tokens: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int,
-        with_drafts: bool,
-        **options: Any,
-    ) -> None:
-        self.engine = FakeEngine(
-            num_blocks=-(-max_model_len // block_size) + state_pages + num_spare_blocks,
-            block_size=block_size,
-            state_pages=state_pages,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset(eos_token_ids),
-            propose=random_guesses(seed) if with_drafts else None,
-            controller=make_controller(seed) if with_drafts else None,
-            **options,
-        )
-
-    @rule()
-    def reset(self) -> None:
-        manager = self.engine.manager
-        if manager.reset_prefix_cache():
-            assert manager.trie.nodes == states_of(self.engine)._snapshots == {}
-
-
-StatesMachine.TestCase.settings = settings(
-    max_examples=examples(140), stateful_step_count=40, deadline=None, derandomize=True
-)
-
-TestStates = StatesMachine.TestCase
 
 
 def make_engine(**options: Any) -> FakeEngine:
@@ -153,41 +94,6 @@ def test_without_the_prefix_cache_nothing_is_copied() -> None:
     assert num_copies(engine) == 0
 
 
-def test_the_workers_learn_each_page_once() -> None:
-    """A state's pages are behind the block table. They begin with zeros if the sequence does."""
-    engine = make_engine()
-    prompt = random_prompt(0, 30)
-    first = engine.add(prompt, max_tokens=20, ignore_eos=True)
-    engine.step()
-    pages = state_of(engine, first).pages
-    second = engine.add([*prompt[:29], 1, 2], max_tokens=20, ignore_eos=True)
-    engine.step_until(lambda: second.table_idx is not None)
-    assert second.num_cached_tokens == 28
-    others = state_of(engine, second).pages
-    engine.run()
-    width = 50
-    sent = [new for schedule in schedules(engine) for new in schedule.new_blocks]
-    assert [tuple(new) for new in sent if new.start >= width] == [
-        (0, width, pages),
-        (1, width, others),
-    ]
-    zeroed = [page for schedule in schedules(engine) for page in schedule.blocks_to_zero]
-    assert {*pages} <= {*zeroed}
-    assert not {*others} & {*zeroed}
-
-
-@pytest.mark.parametrize("queue_depth", [0, 1])
-def test_continuations_of_one_prompt_hit(queue_depth: int) -> None:
-    """The engine queues the others when the first has a token."""
-    engine = make_engine(queue_depth=queue_depth)
-    prompt = random_prompt(0, 31)
-    first = engine.add(prompt, max_tokens=20, ignore_eos=True)
-    engine.step_until(lambda: first.num_output_tokens)
-    others = [engine.add(prompt, max_tokens=20, ignore_eos=True) for _ in range(2)]
-    engine.run()
-    assert [seq.num_cached_tokens for seq in others] == [28, 28]
-
-
 @pytest.mark.parametrize("queue_depth", [0, 1, 2])
 @pytest.mark.parametrize("length", [80, 81, 82])
 def test_the_next_turn_hits_the_end_of_the_last(queue_depth: int, length: int) -> None:
@@ -211,16 +117,6 @@ def test_a_shared_prefix_hits_where_the_prompts_part() -> None:
     assert hits == [0, 48, 60]
 
 
-def test_a_near_branch_gets_no_snapshot() -> None:
-    engine = make_engine(snapshot_interval=160)
-    prefix = random_prompt(3, 20)
-    for i in range(3):
-        seq = engine.add([*prefix, i, *random_prompt(10 + i, 21)], max_tokens=1)
-        engine.run()
-        assert seq.num_cached_tokens == 0
-    assert len(states_of(engine)._snapshots) == 3
-
-
 @pytest.mark.parametrize("queue_depth", [0, 1])
 def test_a_failed_step_costs_a_few_tokens(queue_depth: int) -> None:
     """Those behind the last rolling snapshot, and the one before if that was being made."""
@@ -236,19 +132,6 @@ def test_a_failed_step_costs_a_few_tokens(queue_depth: int) -> None:
         start = [row for s in schedules(engine) for row in s.rows][-1].num_computed_tokens
         assert length - start <= 4 + 4 * (queue_depth + 1)
     engine.run()
-
-
-def test_a_step_that_is_not_launched_has_written_no_snapshot() -> None:
-    engine = make_engine()
-    prompt = random_prompt(1, 22)
-    engine.add(prompt, max_tokens=1)
-    engine.step()
-    states = states_of(engine)
-    assert [s.position for s in states._snapshots.values()] == [20]
-    engine.step(fails_to_launch=True)
-    assert not states._snapshots
-    engine.run()
-    assert [s.position for s in states._snapshots.values()] == [20]
 
 
 def test_a_long_generation_holds_one_snapshot() -> None:
@@ -330,25 +213,6 @@ def test_a_hit_takes_its_snapshot_where_pages_are_short() -> None:
     engine.run()
 
 
-def test_a_hit_is_right_however_few_pages_are_free() -> None:
-    """Its snapshot is the first to be evicted. It is copied, taken over, or gone."""
-    ways = set()
-    for num_spare in range(32):
-        engine = make_engine(num_blocks=12 + 5 + num_spare, max_model_len=48)
-        first = engine.add(random_prompt(0, 22), max_tokens=1)
-        engine.run()
-        (snapshot,) = states_of(engine)._snapshots.values()
-        engine.add(random_prompt(7, 4 + num_spare), max_tokens=1)
-        engine.run()
-        is_gone, num_before = snapshot.is_dropped, len(engine.launched)
-        second = engine.add([*first.token_ids, *random_prompt(1, 20)], max_tokens=4)
-        engine.run()
-        assert second.num_cached_tokens == (0 if is_gone else 20)
-        hit, _ = engine.launched[num_before]
-        ways.add("gone" if is_gone else "copied" if hit.copies else "taken")
-    assert ways == {"copied", "taken", "gone"}
-
-
 @pytest.mark.parametrize("queue_depth", [0, 1])
 def test_what_an_error_ends_leaves_the_cache(queue_depth: int) -> None:
     """Also snapshots that are cached behind another sequence's blocks."""
@@ -381,20 +245,6 @@ def test_speculation_takes_rolling_snapshots_of_certain_tokens() -> None:
     engine.run()
     assert second.num_cached_tokens is not None
     assert 60 < second.num_cached_tokens <= 160
-
-
-def test_no_snapshot_is_dropped_for_a_row_that_does_not_fit_anyway() -> None:
-    engine = make_engine()
-    seq = engine.add(random_prompt(0, 21), max_tokens=100, ignore_eos=True)
-    engine.step_until(lambda: states_of(engine)._held and len(seq.token_ids) > 30)
-    held = list(states_of(engine)._held)
-    most = len(seq.kv.block_table) + engine.manager.num_free_blocks
-    assert engine.manager.allocate_blocks(seq, 4 * (most + 1)) is None
-    assert list(states_of(engine)._held) == held
-    assert engine.manager.allocate_blocks(seq, 4 * most) is not None
-    assert not states_of(engine)._held
-    engine.manager.trim(seq, seq.num_tokens)
-    engine.run()
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,21 @@ import pytest
 from nanovllm import demo_model, errors
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.lab.check import Finding, _guarded, _proof, check
-from nanovllm.apps.lab.lab_options import CheckOptions
-from nanovllm.apps.lab.plugin import EVICTION, find_plugin
-from nanovllm.apps.prove.prove_options import ProveOptions
+from nanovllm.apps.lab.plugin import CheckOptions, find_plugin
+from nanovllm.apps.prove import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.cpu.library import library
 
 SHORTEST = "examples.lab.shortest_job_first:ShortestFirst"
 LFU = "examples.lab.lfu_eviction:LeastFrequentlyUsed"
+SHORT = {"max_model_len": 128}
 PROVE = ProveOptions(num_requests=4, ways=("preempted",))
 
 
 def checked(plugin: str, **options: Any) -> dict[str, Finding]:
     how = CheckOptions(**{"num_runs": 20, **options})
     return {
-        each.name: each for each in check(find_plugin(plugin), demo_model.MODEL, {}, how, PROVE)
+        each.name: each for each in check(find_plugin(plugin), demo_model.MODEL, SHORT, how, PROVE)
     }
 
 
@@ -32,21 +32,31 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.apps.lab.check._proof", lambda *_: (True, ""))
 
 
-@pytest.mark.parametrize(
-    "plugin", [SHORTEST, "examples.lab.longest_prefix_first:LongestPrefixFirst", LFU]
-)
-def test_a_right_plugin_passes(plugin: str) -> None:
-    found = checked(plugin)
+def test_a_right_plugin_passes() -> None:
+    found = checked(LFU)
     assert all(finding.holds for finding in found.values()), found
     assert "2 ways" in found["the same bits"].words
 
 
+@pytest.mark.usefixtures("without_engine")
+@pytest.mark.parametrize(
+    "plugin", [SHORTEST, "examples.lab.longest_prefix_first:LongestPrefixFirst"]
+)
+def test_a_right_policy_passes(plugin: str) -> None:
+    found = checked(plugin)
+    assert all(finding.holds for finding in found.values()), found
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The calls that fail are shown."""
     plugin = "tests.lab.twins:LosesPages"
     arguments = ["--num-runs", "20", "--ways", "preempted"]
     assert cli.main(["lab", "check", plugin, demo_model.MODEL, *arguments]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"^random calls +FAILS", out, re.MULTILINE)
+    assert re.search(
+        r"^random calls +FAILS.* it holds \[.*\], and \[.*\] are free", out, re.MULTILINE
+    )
+    assert re.search(r"^    state\.let_go\(.*is_filled=True", out, re.MULTILINE)
     assert out.endswith("eviction_policy tests.lab.twins:LosesPages breaks rules: 1 of 1 tried.\n")
 
 
@@ -54,19 +64,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "where", "words"),
     [
         ("NeverAges", "a long request among short ones", "it starves: after 500 more requests"),
-        ("LosesASequence", "random runs", "waiting requests never run"),
         ("AsksTheClock", "random runs", "order"),
         ("PreemptsTheFirst", "random runs", "starves|waiting requests never run"),
         ("LongestPrefixOnly", "a request among others with one prefix", "it starves"),
-        ("ReturnsAPageTwice", "random calls", r"it holds \[.*\], and \[.*\] are free"),
-        ("LosesPages", "random calls", r"it holds \[.*\], and \[.*\] are free"),
         ("ForgetsHits", "hits", "it keeps less than an order that takes any page"),
         ("TakesWhatIsHeld", "random calls", "which holds something|first of iter"),
     ],
 )
 @pytest.mark.usefixtures("without_engine")
 def test_a_broken_twin_is_found(name: str, where: str, words: str) -> None:
-    found = checked(f"tests.lab.twins:{name}")
+    # Which run fails first depends on the modules that are imported: Hypothesis draws constants of
+    # their code, too. It ends the check.
+    num_runs = 400 if where.startswith("random") else 20
+    found = checked(f"tests.lab.twins:{name}", num_runs=num_runs)
     assert not found[where].holds
     assert re.search(words, found[where].words)
 
@@ -85,12 +95,6 @@ def test_an_error_without_words_is_shown_as_code(kind: str) -> None:
     assert _guarded(fails) == (False, f"{kind} in fails: {code}")
 
 
-def test_ways_that_show_nothing_are_no_proof() -> None:
-    """A sequence of one block is never preempted."""
-    with pytest.raises(ConfigError, match="nothing is shown"):
-        _proof(find_plugin(LFU), demo_model.MODEL, {"max_model_len": 32}, PROVE)
-
-
 @pytest.mark.skipif(library() is None, reason="an 8-bit KV cache needs the C kernels")
 def test_the_ways_of_another_setting_are_counted() -> None:
     """Symptom: KeyError: ''."""
@@ -98,12 +102,6 @@ def test_the_ways_of_another_setting_are_counted() -> None:
     holds, words = _proof(find_plugin(LFU), demo_model.MODEL, {}, ways)
     assert holds, words
     assert words.startswith("4 requests, 1 way as")
-
-
-@pytest.mark.usefixtures("without_engine")
-def test_the_calls_that_fail_are_shown() -> None:
-    words = checked("tests.lab.twins:LosesPages")["random calls"].words
-    assert re.search(r"^state\.let_go\(.*is_filled=True", words, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("without_engine")
@@ -134,9 +132,3 @@ def test_an_engine_that_a_twin_ends_is_a_finding() -> None:
 def test_what_is_no_plugin(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_plugin(value)
-
-
-def test_the_kind_is_that_of_the_class() -> None:
-    plugin = find_plugin(LFU)
-    assert plugin.kind == EVICTION
-    assert plugin.options == {"eviction_policy": LFU}

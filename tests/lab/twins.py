@@ -13,18 +13,6 @@ class NeverAges(ShortestFirst):
         return (seq.priority, seq.max_num_tokens, seq.seq_id)
 
 
-class LosesASequence(ShortestFirst):
-    """Holds no more than three."""
-
-    def push(self, seq: Sequence) -> None:
-        if len(self._prompts) < 3:
-            super().push(seq)
-
-    def remove(self, seq: Sequence) -> None:
-        if seq in self._prompts:
-            super().remove(seq)
-
-
 class AsksTheClock(ShortestFirst):
     """Goes by how far a sequence is, which changes."""
 
@@ -45,16 +33,6 @@ class LongestPrefixOnly(LongestPrefixFirst):
     def _key(self, seq: Sequence) -> tuple[int, ...]:
         prefix = (seq.root_uid, *seq.token_ids[:16])
         return (seq.priority, self._begun.setdefault(prefix, seq.seq_id), seq.seq_id)
-
-
-class ReturnsAPageTwice(LeastFrequentlyUsed):
-    """Keeps each third page that it gives away."""
-
-    def take(self) -> int:
-        page = super().take()
-        if page % 3 == 2:
-            self.put_first(page)
-        return page
 
 
 class LosesPages(LeastFrequentlyUsed):

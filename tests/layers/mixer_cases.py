@@ -45,7 +45,25 @@ def on_ranks(monkeypatch, module, num_ranks, *others):
         here = TensorParallel(rank, num_ranks)
         for place in ("nanovllm.layers.linear", "nanovllm.layers.pieces", module, *others):
             monkeypatch.setattr(f"{place}.tensor_parallel", lambda here=here: here)
-        yield
+        yield rank
+
+
+def assert_as_transformers(make, theirs, hidden_size, on_each_rank, path, stored=None):
+    """Check rows side by side, cut into steps anywhere; the ranks' outputs add up.
+
+    Args:
+        make: makes our layer on a rank.
+        on_each_rank: from `on_ranks`.
+        stored: has the tensors of `theirs` under other names.
+    """
+    sequences = inputs(hidden_size)
+    total = [0.0] * len(sequences)
+    for rank in on_each_rank:
+        found = run_in_steps(load(make(), stored or theirs, path), sequences, rank)
+        total = [before + here for before, here in zip(total, found, strict=True)]
+    for tokens, found in zip(sequences, total, strict=True):
+        expected = theirs(tokens[None])
+        assert_close(found, expected[0], of_largest=1e-5)
 
 
 def inputs(hidden_size, lengths=(70, 1, 9)):

@@ -21,8 +21,8 @@ def normal(*shape, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1])
-@pytest.mark.parametrize("shape", [(1, 8), (7, 77), (33, 1024), (5, 4, 128), (0, 16)])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@pytest.mark.parametrize("shape", [(7, 77), (5, 4, 128), (0, 16)])
 def test_equals_transformers_exactly(shape, eps, dtype):
     ours, theirs = pair(shape[-1], eps, dtype)
     x = normal(*shape, dtype=dtype)
@@ -39,12 +39,3 @@ def test_add_norm_returns_the_normalised_sum_and_the_sum(dtype):
     normalised, total = ours.add_norm(x, residual)
     assert torch.equal(total, kept + x)
     assert torch.equal(normalised, theirs(kept + x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiny_and_huge_values_stay_finite(dtype):
-    ours, theirs = pair(64, 1e-6, dtype)
-    for scale in (0.0, 1e-20, 1e15):
-        x = normal(3, 64, dtype=torch.float32).mul(scale).to(dtype)
-        assert ours(x).isfinite().all()
-        assert torch.equal(ours(x), theirs(x))

@@ -85,17 +85,11 @@ CASES = {
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_as_transformers(case, num_ranks, tmp_path, monkeypatch):
-    """Rows side by side, cut into steps anywhere; the ranks' outputs add up."""
     _, theirs = CASES[case]()
     theirs = mixer_cases.randomize(theirs)
-    sequences = mixer_cases.inputs(theirs.in_proj.in_features)
-    total = [0.0] * len(sequences)
-    for rank in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks):
-        mixer = mixer_cases.load(CASES[case]()[0], theirs, tmp_path)
-        found = mixer_cases.run_in_steps(mixer, sequences, rank)
-        total = [before + here for before, here in zip(total, found, strict=True)]
-    for tokens, found in zip(sequences, total, strict=True):
-        assert_close(found, theirs(tokens[None])[0], of_largest=1e-5)
+    ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks)
+    size = theirs.in_proj.in_features
+    mixer_cases.assert_as_transformers(lambda: CASES[case]()[0], theirs, size, ranks, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,8 @@ LLAMA3 = {
 VARIANTS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "linear below one": {"rope_type": "linear", "factor": 0.5},
     "yarn": YARN,
     "yarn factor 1": {**YARN, "factor": 1.0},
-    "yarn factor 2.5": {**YARN, "factor": 2.5},
-    "yarn factor 40": {**YARN, "factor": 40.0},
     "yarn short original": {**YARN, "original_max_position_embeddings": 512},
     "yarn beta_fast": {**YARN, "beta_fast": 64},
     "yarn beta_slow": {**YARN, "beta_slow": 2.5},
@@ -40,7 +37,6 @@ VARIANTS = {
     },
     "yarn not truncated": {**YARN, "truncate": False},
     "llama3": LLAMA3,
-    "llama3 factor 32": {**LLAMA3, "factor": 32.0},
     "llama3 low and high factors": {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 9.0},
     "llama3 short original": {**LLAMA3, "original_max_position_embeddings": 512},
 }
@@ -63,8 +59,7 @@ def both(variant, head_dim, theta):
     return theirs, RopeConfig(theta, **ours)
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0, 5e7])
-@pytest.mark.parametrize("head_dim", [6, 64, 80, 128])
+@pytest.mark.parametrize(("head_dim", "theta"), [(6, 10_000.0), (80, 5e7), (128, 1e6)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inverse_frequencies(variant, head_dim, theta):
     theirs, rope = both(variant, head_dim, theta)
@@ -105,12 +100,6 @@ def test_angles_keep_float32_where_the_models_dtype_is_narrower():
     rotated = rotate(x, cos_sin)
     assert rotated.dtype == torch.bfloat16
     assert torch.equal(rotated, rotate(x.float(), cos_sin).bfloat16())
-
-
-def test_position_zero_does_not_rotate():
-    x = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(0))
-    cos_sin = RotaryEmbedding(8, inverse_frequencies(16, 10_000.0)).cos_sin
-    assert torch.equal(rotate(x, cos_sin[:1]), x)
 
 
 def test_angles_are_not_in_the_checkpoint():

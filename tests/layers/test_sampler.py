@@ -4,6 +4,7 @@ transformers' keep, and a row's draw depends on nothing but the row.
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
@@ -198,12 +199,11 @@ def splitmix64(seed, position):
     return (mix(first + (position + 1) * golden & mask) >> 11) / 2**53
 
 
-def correlation(x, y):
-    return torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].item()
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab_size", [31, 1003, 5003])
+@pytest.mark.parametrize(
+    ("vocab_size", "filters"),
+    [*zip(itertools.cycle([1003, 31, 5003]), FILTERS, strict=False)],
+    ids=str,
+)
 def test_the_filters_keep_what_transformers_keep(monkeypatch, vocab_size, filters):
     """Of hundreds of rows, the same tokens; the one that crosses top_p is among them."""
     temperature, count = {31: (0.7, 500), 1003: (1.0, 200), 5003: (1.6, 100)}[vocab_size]
@@ -220,9 +220,9 @@ def test_the_filters_keep_what_transformers_keep(monkeypatch, vocab_size, filter
 
 @pytest.mark.parametrize("vocab_size", [97, 2049])
 def test_rows_of_a_batch_each_keep_by_their_own_filters(monkeypatch, vocab_size):
-    """A thousand rows, each with a temperature, top_k, top_p and min_p of its own."""
-    logits, sampling = random_rows(1040, vocab_size, filters=True)
-    logits = distinct_rows(1040, vocab_size)
+    """Each has a temperature, top_k, top_p and min_p of its own."""
+    logits, sampling = random_rows(320, vocab_size, filters=True)
+    logits = distinct_rows(320, vocab_size)
     masks, rows = [], []
     for row in range(len(logits)):
         top_k = sampling.top_ks[row].item()
@@ -236,7 +236,7 @@ def test_rows_of_a_batch_each_keep_by_their_own_filters(monkeypatch, vocab_size)
         if clear:
             rows.append(row)
             masks.append(scores[0] > -torch.inf)
-    assert len(rows) >= 1000
+    assert len(rows) >= 300
     chosen = make_sampling(
         len(rows),
         temperature=sampling.temperatures[rows],
@@ -249,14 +249,13 @@ def test_rows_of_a_batch_each_keep_by_their_own_filters(monkeypatch, vocab_size)
     assert_same_kept(kept, logits[rows], masks)
 
 
-@pytest.mark.parametrize("top_p", [0.5, 0.8])
-def test_top_p_of_a_large_vocabulary(monkeypatch, top_p):
+def test_top_p_of_a_large_vocabulary(monkeypatch):
     """More chunks than candidates. Flat rows are sorted, peaked ones are not."""
-    logits = distinct_rows(48, 40_961)
-    scores, clear = filtered(logits, top_p=top_p)
+    logits = distinct_rows(24, 40_961)
+    scores, clear = filtered(logits, top_p=0.5)
     rows = clear.nonzero()[:, 0]
-    assert len(rows) > 40
-    sampling = make_sampling(len(rows), positions=torch.arange(len(rows)), top_p=top_p)
+    assert len(rows) > 20
+    sampling = make_sampling(len(rows), positions=torch.arange(len(rows)), top_p=0.5)
     sizes = []
     invert = sampler._invert
 
@@ -275,8 +274,7 @@ def rows_with_ties(dtype=torch.bfloat16):
     return (random_rows(1000, 1003)[0] / 10).round(decimals=1).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("top_k", [1, 5, 40])
+@pytest.mark.parametrize(("top_k", "dtype"), [(1, torch.float16), (40, torch.bfloat16)])
 def test_top_k_keeps_all_that_tie_with_the_last(monkeypatch, dtype, top_k):
     """As transformers does. A few candidates are not enough to see the ties."""
     logits = rows_with_ties(dtype)
@@ -287,9 +285,9 @@ def test_top_k_keeps_all_that_tie_with_the_last(monkeypatch, dtype, top_k):
     assert_same_kept(kept, logits, mask)
 
 
-@pytest.mark.parametrize("num_spare", [1, 100])
-@pytest.mark.parametrize("top_k", [0, 12, 50])
-@pytest.mark.parametrize("top_p", [0.2, 0.9])
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "num_spare"), [(0.2, 0, 1), (0.9, 0, 100), (0.9, 12, 1), (0.2, 50, 100)]
+)
 def test_top_p_keeps_all_that_tie_with_the_last(monkeypatch, top_p, top_k, num_spare):
     """Tokens of equal logits are equally likely, so none of them may be left out. All that tie with
     the top_k-th count in the whole that top_p is a share of, candidates or not.
@@ -314,30 +312,9 @@ def test_top_p_keeps_all_that_tie_with_the_last(monkeypatch, top_p, top_k, num_s
     assert_same_kept(kept, logits, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_logits_are_all_kept(monkeypatch, dtype):
-    logits = torch.zeros(4, 1003, dtype=dtype)
-    sampling = make_sampling(
-        4, positions=torch.arange(4), top_k=[1, 10, 0, 10], top_p=[1, 1, 0.01, 0.5]
-    )
-    assert [len(kept) for kept in kept_logits(monkeypatch, logits, sampling, 18)] == [1003] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "filters", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-300}, {"min_p": 1.0}], ids=str
+    ("vocab_size", "dtype"), [(100, torch.float32), (1003, torch.bfloat16), (5003, torch.float32)]
 )
-def test_the_narrowest_filters_leave_the_most_likely_token(dtype, filters):
-    logits, _ = random_rows(200, 1003, dtype)
-    logits[torch.arange(200), torch.randint(1003, (200,))] = 20.0  # the only one of its value
-    sampling = make_sampling(200, temperature=5.0, seeds=torch.arange(200), **filters)
-    chosen = draw(logits, sampling, enough_candidates(**filters))
-    assert chosen.dtype == torch.int64
-    assert torch.equal(chosen, logits.argmax(-1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [100, 1003, 5003])
 def test_the_number_of_candidates_changes_no_draw(vocab_size, dtype):
     logits, sampling = random_rows(200, vocab_size, dtype, filters=True)
     logits[::3] *= 0.01  # flat ones
@@ -351,7 +328,7 @@ def test_the_number_of_candidates_changes_no_draw(vocab_size, dtype):
 
 
 @pytest.mark.parametrize("filters", [False, True])
-@pytest.mark.parametrize("vocab_size", [3, 1003, 32768])
+@pytest.mark.parametrize("vocab_size", [3, 32768])
 def test_a_row_does_not_depend_on_its_batch_mates(vocab_size, filters):
     logits, sampling = random_rows(24, vocab_size, filters=filters)
     num_candidates = 68 if filters else 0
@@ -399,21 +376,6 @@ def test_arguments_are_left_alone(vocab_size):
             assert torch.equal(old, new)
 
 
-def test_low_temperatures_tend_to_greedy():
-    logits = torch.tensor([1.0, 3.0, 2.5, 0.0]).expand(4000, -1)
-    positions = torch.arange(4000)
-    shares = [
-        (draw(logits, make_sampling(4000, temperature=t, positions=positions)) == 1)
-        .float()
-        .mean()
-        .item()
-        for t in (10.0, 1.0, 0.5, 0.2, 0.02)
-    ]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.4
-    assert shares[-1] == 1.0
-
-
 @pytest.mark.parametrize("num_candidates", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_lowest_sampled_temperature_does_not_overflow(dtype, num_candidates):
@@ -425,7 +387,7 @@ def test_the_lowest_sampled_temperature_does_not_overflow(dtype, num_candidates)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.2}], ids=str)
-@pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
 def test_masked_tokens_are_never_chosen(temperature, filters):
     """Rows keep as few as one token, fewer than top_k."""
     generator = torch.Generator().manual_seed(3)
@@ -440,8 +402,10 @@ def test_masked_tokens_are_never_chosen(temperature, filters):
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.2}], ids=str)
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(torch.nan, torch.float32), (-torch.inf, torch.bfloat16), (torch.inf, torch.float32)],
+)
 def test_rows_that_are_no_distribution_give_no_token_and_harm_no_neighbour(dtype, value, filters):
     """A model that overflowed, or rules that forbid every token."""
     logits, _ = random_rows(30, 300, dtype)
@@ -506,8 +470,7 @@ def test_each_of_many_unlikely_tokens_can_be_chosen(kernels):
     assert beyond.max() < 1.1
 
 
-@pytest.mark.parametrize("keyed_by", ["seed", "position"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize(("keyed_by", "temperature"), [("seed", 0.7), ("position", 3.0)])
 def test_draws_follow_the_softmax(keyed_by, temperature):
     logits = torch.randn(31, generator=torch.Generator().manual_seed(11))
     keys = {"seeds": 12345, "positions": 12345, keyed_by + "s": torch.arange(DRAWS)}
@@ -521,16 +484,9 @@ def test_draws_follow_the_softmax(keyed_by, temperature):
 @pytest.mark.parametrize(
     "wanted",
     [
-        {"temperature": 1.0},
-        {"temperature": 0.5, "top_k": 10},
         {"temperature": 2.0, "top_k": 150},
-        {"temperature": 1.0, "top_p": 0.5},
         {"temperature": 1.5, "top_p": 0.95},
-        {"temperature": 3.0, "top_p": 0.99},
         {"temperature": 1.0, "min_p": 0.03},
-        {"temperature": 0.8, "top_k": 30, "top_p": 0.7},
-        {"temperature": 1.2, "min_p": 0.1, "top_p": 0.9},
-        {"temperature": 1.0, "min_p": 0.05, "top_k": 15},
         {"temperature": 1.3, "min_p": 0.02, "top_k": 40, "top_p": 0.8},
     ],
     ids=str,
@@ -559,30 +515,3 @@ def test_uniform_is_splitmix64():
     numbers = uniform(*torch.tensor(pairs).T)
     assert numbers.dtype == torch.float64
     assert numbers.tolist() == [splitmix64(seed, position) for seed, position in pairs]
-
-
-@pytest.fixture(scope="module")
-def grid():
-    """Numbers of seeds 0 to 999 (down) at positions 0 to 999 (across)."""
-    numbers = torch.arange(1000)
-    return uniform(numbers.repeat_interleave(1000), numbers.repeat(1000)).view(1000, 1000)
-
-
-def test_uniform_lies_in_the_half_open_unit_interval(grid):
-    assert grid.min() >= 0
-    assert grid.max() < 1
-    assert grid.unique().numel() == grid.numel()
-
-
-def test_uniform_has_the_mean_and_variance_of_one(grid):
-    """Five standard errors of a million independent numbers."""
-    assert abs(grid.mean() - 1 / 2) < 5 * (1 / 12 / grid.numel()) ** 0.5
-    assert abs(grid.var() - 1 / 12) < 5 * (1 / 180 / grid.numel()) ** 0.5
-
-
-def test_neighbouring_seeds_and_positions_are_uncorrelated(grid):
-    limit = 5 / (999 * 999) ** 0.5
-    assert abs(correlation(grid[:-1], grid[1:])) < limit
-    assert abs(correlation(grid[:, :-1], grid[:, 1:])) < limit
-    assert abs(correlation(grid[1:, :-1], grid[:-1, 1:])) < limit
-    assert abs(correlation(grid[1:, 1:], grid[:-1, :-1])) < limit

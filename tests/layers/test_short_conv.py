@@ -4,24 +4,17 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from nanovllm.layers.short_conv import ShortConv
-from tests.closeness import assert_close
+from nanovllm.layers.state_layer import ShortConv
 from tests.layers import mixer_cases
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("taps", "bias"), [(3, False), (4, True), (2, True)])
 def test_as_transformers(taps, bias, num_ranks, tmp_path, monkeypatch):
-    """Rows side by side, cut into steps anywhere; the ranks' outputs add up."""
     sizes = {"hidden_size": 26, "conv_L_cache": taps, "conv_bias": bias}
     config = AutoConfig.for_model("lfm2", num_hidden_layers=1, layer_types=["conv"], **sizes)
     theirs = mixer_cases.randomize(Lfm2ShortConv(config, 0))
-    sequences = mixer_cases.inputs(26)
-    total = [0.0] * len(sequences)
-    for rank in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.short_conv", num_ranks):
-        mixer = mixer_cases.load(ShortConv(26, taps, bias=bias), theirs, tmp_path)
-        found = mixer_cases.run_in_steps(mixer, sequences, rank)
-        total = [before + here for before, here in zip(total, found, strict=True)]
-    for tokens, found in zip(sequences, total, strict=True):
-        expected = theirs(tokens[None])[0]
-        assert_close(found, expected, of_largest=1e-5)
+    ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.state_layer", num_ranks)
+    mixer_cases.assert_as_transformers(
+        lambda: ShortConv(26, taps, bias=bias), theirs, 26, ranks, tmp_path
+    )

@@ -4,9 +4,11 @@ import functools
 import random
 from pathlib import Path
 
+import gguf as llama_cpp
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError
@@ -14,13 +16,16 @@ from nanovllm.features.quantization.gguf import QuantizedBlocks
 from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.pieces import HeadLinear, TensorRows
 from nanovllm.loading import gguf
+from nanovllm.loading.gguf import read_gguf, read_rows
 from nanovllm.loading.gguf_families import FAMILIES
+from nanovllm.loading.gguf_family import Order, Reading, rotary_pairs
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config
 from nanovllm.parallel.rank_setup import check_network
 from nanovllm.utils import distributed
 from tests.checkpoints import random_model
-from tests.gguf_converter import convert
+from tests.gguf_converter import convert, tiled
+from tests.gguf_files import to_llama_order
 from tests.models.comparison import assert_logits_agree
 
 SIZES = {
@@ -228,9 +233,6 @@ CASES = {
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
     },
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
-    "gptneox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "hidden_act": "gelu"},
-    "gptneox in turn": {"model_type": "gpt_neox", "use_parallel_residual": False},
     "command-r": {"model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere2": {"sliding_window": 17, "logit_scale": 0.3, "tie_word_embeddings": True},
     "deepseek2": {
@@ -400,9 +402,9 @@ CASES = {
 }
 
 
-def make_model(case):
+def make_model(case, **others):
     """Return transformers' model of a case; all weights are random, those of norms included."""
-    changes = dict(CASES[case])
+    changes = {**CASES[case], **others}
     model_type = changes.pop("model_type", case.split()[0])
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     config._attn_implementation = "eager"  # the others leave out soft caps
@@ -427,6 +429,9 @@ def architecture_of(case):
     return case.split()[0].replace("olmo3", "olmo2")
 
 
+TILED = "qwen35 with two value heads a key head"
+
+
 def test_all_architectures_are_here():
     tested = {case.split()[0] for case in CASES}
     assert {*FAMILIES} - {"llama", "qwen2", "qwen3"} == tested - {"olmo3"}
@@ -442,24 +447,32 @@ def test_logits_are_transformers(case, tmp_path):
     assert_logits_agree(model, file, case)
 
 
+SHORT = {"max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
+
+
+def assert_near(llm, exact, distance):
+    """Two engines give the likeliest tokens nearly the same log-probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=20)
+    first, second = (
+        each.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs[0].logprobs[0]
+        for each in (llm, exact)
+    )
+    common = first.keys() & second.keys()
+    assert len(common) > 10
+    assert all(abs(first[token].logprob - second[token].logprob) < distance for token in common)
+
+
 @pytest.mark.parametrize(("kind", "stays"), [("Q8_0", True), ("Q4_0", True), ("MXFP4", False)])
 def test_experts_of_few_bits(make_llm, tmp_path, kind, stays):
     """Each expert is a matrix of its own in the file; its numbers are exact in float32."""
     sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_local_experts": 3}
     config = AutoConfig.for_model("gpt_oss", **{**SIZES, **sizes, **EXPERTS})
     file = convert(random_model(config), tmp_path / "model.gguf", "gpt-oss", kind=kind)
-    options = {"max_model_len": 64, "num_kvcache_blocks": 32, "kvcache_block_size": 16}
-    llm = make_llm(file, **options)
+    llm = make_llm(file, **SHORT)
     model = llm.engine.executor._runner.network.model
     found = {module.quantized.block_type for _, module in experts_of(model) if module.quantized}
     assert found == ({kind} if stays else set())
-    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
-    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
-    common = first.keys() & second.keys()
-    assert len(common) > 10
-    assert all(abs(first[token].logprob - second[token].logprob) < 0.25 for token in common)
+    assert_near(llm, make_llm(file, dtype="float32", **SHORT), 0.25)
 
 
 @pytest.mark.parametrize(
@@ -470,12 +483,8 @@ def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stay
     """Value heads that are whole blocks leave the output's weight in its bits; the gates, which are
     small and sensitive, are converted. The numbers are exact in float32.
     """
-    sizes = {**SIZES, **DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": value_dim}
-    sizes |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "tie_word_embeddings": False}
-    config = AutoConfig.for_model("qwen3_5_text", **sizes)
-    file = convert(random_model(config), tmp_path / "model.gguf", "qwen35", kind=kind)
-    options = {"max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
-    llm = make_llm(file, quantization=quantization, **options)
+    file = convert_qwen35(tmp_path, value_dim, kind=kind)
+    llm = make_llm(file, quantization=quantization, **SHORT)
     mixer = llm.engine.executor._runner.network.model.model.layers[0].self_attn
     assert mixer.in_proj_qkv.quantized.block_type == kind
     assert isinstance(mixer.out_proj.quantized, QuantizedBlocks) == stays
@@ -485,13 +494,141 @@ def test_layers_with_state_of_few_bits(make_llm, tmp_path, kind, value_dim, stay
         few_bits.add(type(mixer.out_proj.method))
     assert len(few_bits) == 1
     assert type(mixer.in_proj_ab.method) not in few_bits
-    prompt, params = [[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=2, logprobs=20)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    (exact,) = make_llm(file, dtype="float32", **options).generate(prompt, params, use_tqdm=False)
-    first, second = (found.outputs[0].logprobs[0] for found in (output, exact))
-    common = first.keys() & second.keys()
-    assert len(common) > 10
-    assert all(abs(first[token].logprob - second[token].logprob) < 0.5 for token in common)
+    assert_near(llm, make_llm(file, dtype="float32", **SHORT), 0.5)
+
+
+ORDERS = [  # number of rows, the order, and how the converter makes it
+    (24, rotary_pairs(3), lambda rows: to_llama_order(rows, 3)),
+    (24, Order(2, 3), lambda rows: tiled(rows, 2, 4, 3)),
+    (24, Order(4), lambda rows: tiled(rows, 4, 6, 1)),
+    (30, Order(4, 3, start=6), lambda rows: torch.cat([rows[:6], tiled(rows[6:], 4, 2, 3)])),
+    (12, Order(1, 4), lambda rows: rows),
+]
+
+
+@pytest.mark.parametrize(("count", "order", "change"), ORDERS)
+def test_orders(count, order, change):
+    rows = torch.arange(count)[:, None]
+    stored = change(rows)
+    assert torch.equal(stored[order.indices(count)], rows)
+    assert not order.misfit(count)
+
+
+@pytest.mark.parametrize("count", [0, 6, 7, 17, 19])
+def test_what_fits_no_order(count):
+    assert Order(2, 3, start=6).misfit(count) == "must have 6 and a multiple of 6"
+
+
+def test_orders_of_blocks():
+    order = Order(2, 64, start=128)
+    numbers = order.indices(128 + 6 * 64).reshape(-1, 32)
+    blocks = order.of_blocks(32)
+    assert np.array_equal(numbers[:, 0] // 32, blocks.indices(len(numbers)))
+    assert order.of_blocks(128) is None
+    assert order._replace(start=16).of_blocks(32) is None
+    assert Reading(columns=order).moves_whole_blocks(64)
+    assert not Reading(columns=order).moves_whole_blocks(256)
+    assert not Reading(offset=1.0).moves_whole_blocks(32)
+
+
+def test_numbers_and_rows_are_transformers(tmp_path):
+    file = Path(convert(models(TILED), tmp_path / "model.gguf", "qwen35"))
+    weights = read_gguf(file).weights
+    for name, tensor in models(TILED).state_dict().items():
+        if name == "lm_head.weight":
+            continue  # tied
+        found = read_rows(file, weights[name], slice(None), raw=False)
+        assert found.shape == tensor.shape, name
+        close = 1e-6 if "norm" in name or name.endswith("A_log") else 0
+        assert np.allclose(found, tensor, rtol=close, atol=close), name
+        some = slice(1, 3)
+        assert np.array_equal(read_rows(file, weights[name], some, raw=False), found[some]), name
+
+
+@pytest.mark.parametrize("case", [TILED, "qwen35moe", "lfm2"])
+def test_transformers_reads_the_file_alike(case, tmp_path):
+    """So what the test's converter writes is what llama.cpp's does."""
+    metadata = {"tokenizer.ggml.tokens": [f"t{index}" for index in range(301)]}
+    types = {} if case == "lfm2" else {"num_hidden_layers": 4, "layer_types": None}
+    model = make_model(case, **types)
+    file = convert(model, tmp_path / "m.gguf", architecture_of(case), metadata=metadata)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    found = read.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-6), name
+    own = {"linear_", "layer_types", "conv_L", "norm_eps", "num_hidden", "num_dense", "tie_word"}
+    for key, value in open_checkpoint(file).config.items():
+        if any(part in key for part in own) and hasattr(read.config, key):
+            assert getattr(read.config, key) == pytest.approx(value), key
+
+
+def convert_qwen35(path, value_dim=32, **options):
+    """Write a Qwen3.5 with a layer with state and one with attention."""
+    sizes = {**SIZES, **DELTA, "linear_num_value_heads": 6, "linear_value_head_dim": value_dim}
+    sizes |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL], "tie_word_embeddings": False}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes)
+    return Path(convert(random_model(config), path / "model.gguf", "qwen35", **options))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_value_heads_move_as_whole_blocks(kind, tmp_path):
+    """Of heads of 32, as of those of 128: the columns of ssm_out, and rows of others."""
+    file = convert_qwen35(tmp_path, kind=kind)
+    weight = read_gguf(file).weights["model.layers.0.linear_attn.out_proj.weight"]
+    assert weight.tensor.type.name == kind
+    assert weight.has_blocks
+    exact = read_rows(file, weight, slice(None), raw=False)
+    blocks = read_rows(file, weight, slice(None), raw=True)
+    found = llama_cpp.dequantize(blocks, llama_cpp.GGMLQuantizationType[kind])
+    assert np.array_equal(found, exact)
+    assert np.array_equal(read_rows(file, weight, slice(5, 9), raw=True), blocks[5:9])
+
+
+def test_heads_that_cut_blocks(tmp_path):
+    file = convert_qwen35(tmp_path, 16, kind="Q8_0")
+    weight = read_gguf(file).weights["model.layers.0.linear_attn.out_proj.weight"]
+    assert not weight.has_blocks
+    assert read_rows(file, weight, slice(None), raw=False).shape == (64, 96)
+
+
+def test_the_layer_that_drafts(tmp_path):
+    """It is the last block of the file, with names of its own, and no layer of the model."""
+    shapes = {
+        "nextn.eh_proj.weight": (64, 128),
+        "nextn.enorm.weight": (64,),
+        "nextn.hnorm.weight": (64,),
+        "nextn.shared_head_norm.weight": (64,),
+        "attn_norm.weight": (64,),
+        "attn_q.weight": (128, 64),
+    }
+    extra = {f"blk.2.{name}": torch.full(shape, 1.5) for name, shape in shapes.items()}
+    types = [True, False, False]
+    metadata = {"block_count": 3, "nextn_predict_layers": 1, "attention.recurrent_layers": types}
+    file = convert_qwen35(tmp_path, metadata=metadata, extra=extra)
+    config, weights = open_checkpoint(str(file)).config, read_gguf(file).weights
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
+    drafting = {name for name in weights if name.startswith("mtp.")}
+    assert drafting == {
+        "mtp.fc.weight",
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.input_layernorm.weight",
+        "mtp.layers.0.self_attn.q_proj.weight",
+    }
+    for name in drafting:
+        found = read_rows(file, weights[name], slice(None), raw=False)
+        assert (found == (0.5 if "norm" in name else 1.5)).all(), name
+
+
+@pytest.mark.parametrize(
+    ("interval", "types"), [(None, "lllf"), (2, "lflf"), (3, "llfl"), (1, "ffff")]
+)
+def test_types_of_layers_without_a_list(interval, types, tmp_path):
+    metadata = {"attention.recurrent_layers": None, "full_attention_interval": interval}
+    file = convert(models("qwen35"), tmp_path / "x.gguf", "qwen35", metadata=metadata)
+    names = {"l": "linear_attention", "f": "full_attention"}
+    assert open_checkpoint(file).config["layer_types"] == [names[kind] for kind in types]
 
 
 def experts_of(model):
@@ -535,8 +672,7 @@ def experts_of(model):
         ("deepseek2", {}, {"blk.0.attn_k_b.weight": (3, 24, 12)}, r"each expert or head: 4"),
         ("deepseek2", {}, {"blk.0.attn_v_b.weight": (4, 24, 10)}, r"misshapen .*v_b_proj\.0"),
         ("glm4moe", {"nextn_predict_layers": 4}, {}, r"nextn_predict_layers must be an integer"),
-        ("gpt2", {"attention.layer_norm_epsilon": None}, {}, r"layer_norm_rms_epsilon must be"),
-        ("gptneox", {}, {"blk.0.attn_qkv.weight": (190, 64)}, r"190 rows"),
+        ("cohere2", {"attention.layer_norm_epsilon": None}, {}, r"layer_norm_rms_epsilon must be"),
         ("mistral3", {"attention.temperature_length": 64}, {}, r"temperature_length 64 is not"),
         ("phi3", {"rope.dimension_count": 18}, {}, r"dimension_count 18 is not supported"),
         ("phi3 with long texts", {}, {"rope_factors_long.weight": (5,)}, r"long_factor must be"),
@@ -551,6 +687,27 @@ def experts_of(model):
         ("gpt-oss", {}, {"blk.0.attn_sinks.weight": (5,)}, r"misshapen .*sinks"),
         ("gpt-oss", {}, {"blk.0.ffn_down_exps.bias": (5, 1, 64)}, r"misshapen .*down_proj\.bias"),
         ("olmo2", {}, {"blk.0.attn_q_norm.weight": (16,)}, r"misshapen .*q_norm"),
+        ("qwen35", {"nextn_predict_layers": 4}, {}, r"nextn_predict_layers 4 must be below"),
+        ("qwen35", {"ssm.group_count": 2}, {}, r"time_step_rank 3 is not .*group_count 2"),
+        ("qwen35", {"ssm.inner_size": 100}, {}, r"divides ssm\.inner_size 100"),
+        ("qwen35", {"ssm.state_size": 0}, {}, r"ssm\.state_size must be an integer"),
+        ("qwen35", {"ssm.conv_kernel": None}, {}, r"ssm\.conv_kernel must be an integer"),
+        ("qwen35", {"attention.recurrent_layers": [True]}, {}, r"a list of 4 bool"),
+        ("qwen35", {"full_attention_interval": 0, "attention.recurrent_layers": None}, {}, "inter"),
+        ("qwen35", {"ssm.dt_b_c_rms": True}, {}, r"dt_b_c_rms True is not supported"),
+        ("qwen35", {}, {"blk.0.attn_qkv.weight": (48, 48)}, r"48 rows, must have 48 and a mult"),
+        ("qwen35", {}, {"blk.0.ssm_out.weight": (64, 100)}, r"100 columns, must have 0 and"),
+        ("qwen35", {}, {"blk.0.ssm_a": (7,)}, r"ssm_a' has 7 rows, must have"),
+        ("qwen35moe", {"expert_count": None}, {}, r"expert_count must be an integer"),
+        ("qwen35moe", {"expert_gating_func": 2}, {}, r"expert_gating_func 2 is not supported"),
+        ("lfm2", {"attention.head_count_kv": 2}, {}, r"head_count_kv must be a list of 4 int"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, {}, r"head_count_kv must be a list of 4"),
+        ("lfm2", {"attention.head_count_kv": [0, 1, 2, 0]}, {}, r"equally many"),
+        ("lfm2", {"attention.head_count_kv": [0] * 4}, {}, r"head_count_kv must be an integer"),
+        ("lfm2", {"attention.sliding_window": 64}, {}, r"sliding_window 64 is not supported"),
+        ("lfm2", {"shortconv.l_cache": None}, {}, r"l_cache must be an integer"),
+        ("lfm2moe", {"leading_dense_block_count": 9}, {}, r"leading_dense_block_count must be"),
+        ("lfm2moe", {"expert_gating_func": 1}, {}, r"expert_gating_func 1 is not supported"),
     ],
 )
 def test_what_is_refused(case, metadata, shapes, said, tmp_path):

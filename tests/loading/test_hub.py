@@ -5,62 +5,20 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-import huggingface_hub.constants
+import huggingface_hub
 import pytest
+from huggingface_hub import constants, hf_api
 
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.hub import (
-    Checkpoint,
-    open_checkpoint,
-    weight_files,
-)
+from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
 from tests.gguf_files import make_gguf
-from tests.helpers import environment
 from tests.hub_server import Hub
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 10}
 COMMITS = ("a" * 40, "b" * 40)
-
-CLIENT = """
-import json, os, sys
-import httpx  # which huggingface_hub imports
-from nanovllm.errors import CheckpointError
-from nanovllm.loading import gguf
-from nanovllm.loading.hub import open_checkpoint, weight_files
-
-assert "huggingface_hub" not in sys.modules
-for line in sys.stdin:
-    model, revision, environment, directory = json.loads(line)
-    if os.fork() == 0:
-        break
-    if os.wait()[1]:
-        print("null", flush=True)
-else:
-    os._exit(0)
-
-os.environ.clear()
-os.environ.update(environment)
-os.chdir(directory)
-try:
-    checkpoint = open_checkpoint(model, revision)
-    files = weight_files(checkpoint, model, revision)
-    answer = {
-        "config": checkpoint.config,
-        "generation_config": checkpoint.generation_config,
-        "has_tokenizer": checkpoint.tokenizer_path is not None,
-        "weights": {file.name: file.read_text(errors="replace") for file in files},
-        "files": sorted(p.name for p in checkpoint.path.rglob("*") if p.is_file()),
-    }
-except CheckpointError as error:
-    answer = {"error": str(error)}
-print(json.dumps(answer), flush=True)
-"""
-"""Opens models, each in a fork: huggingface_hub reads its URL when it is imported."""
 
 
 @pytest.fixture
@@ -75,8 +33,8 @@ def directory(tmp_path):
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
     """Disable the network and use an empty cache; return its path."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
@@ -95,23 +53,15 @@ def add_to_cache(cache, files, model="org/tiny", revision="main", commit=COMMITS
 # Directories.
 
 
-def test_a_directory(directory):
-    checkpoint = open_checkpoint(str(directory))
+@pytest.mark.parametrize("model", ["model", "~/model", "{directory}"])
+def test_a_directory(directory, monkeypatch, model):
+    monkeypatch.chdir(directory.parent)
+    monkeypatch.setenv("HOME", str(directory.parent))
+    checkpoint = open_checkpoint(model.format(directory=directory))
+    assert checkpoint.path.is_absolute()
     assert checkpoint.path == directory.resolve()
     assert checkpoint.config == CONFIG
     assert checkpoint.generation_config == {}
-
-
-def test_a_relative_directory_stays_found_after_chdir(directory, monkeypatch):
-    monkeypatch.chdir(directory.parent)
-    checkpoint = open_checkpoint("model")
-    assert checkpoint.path.is_absolute()
-    assert checkpoint.path == directory.resolve()
-
-
-def test_a_directory_below_home(directory, monkeypatch):
-    monkeypatch.setenv("HOME", str(directory.parent))
-    assert open_checkpoint("~/model").path == directory.resolve()
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./none", "../none", "~/none/x", "a/b/c"])
@@ -130,24 +80,15 @@ def test_a_directory_without_config(tmp_path):
         open_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b'{"a": 1,}'])
-def test_broken_json_is_named(directory, name, content):
-    (directory / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"cannot read .*{re.escape(name)}: "):
-        open_checkpoint(str(directory))
-
-
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
-def test_json_that_is_no_object(directory, content):
-    (directory / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"config\.json must hold a JSON object"):
-        open_checkpoint(str(directory))
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        (b"{", "cannot read"),
+        (b"", "cannot read"),
+        (b"\xff\xfe", "cannot read"),
+        (b'{"a": 1,}', "cannot read"),
+        (b"[]", "must hold a JSON object"),
+        (b"null", "must hold a JSON object"),
         (b'{"a":' * 100_000, "nested more than 32 deep"),
         (b'{"a":' * 40 + b"1" + b"}" * 40, "nested more than 32 deep"),
         (b'{"vocab_size": 1, "vocab_size": 2}', "it has the key 'vocab_size' twice"),
@@ -160,7 +101,7 @@ def test_json_that_is_no_object(directory, content):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_that_is_hostile(directory, name, content, said):
+def test_json_that_is_refused(directory, name, content, said):
     (directory / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(said)) as raised:
         open_checkpoint(str(directory))
@@ -175,28 +116,25 @@ def test_json_that_is_hostile(directory, name, content, said):
         ([None], r"got None \(NoneType\)"),
         (-5, "got -5"),
         (True, r"got True \(bool\)"),
-        ([3, False], r"got False \(bool\)"),
         (1.0, r"got 1.0 \(float\)"),
-        (float("nan"), "got nan"),
         ([[1]], r"got \[1\] \(list\)"),
-        ({"a": 1}, r"got \{'a': 1\} \(dict\)"),
         (10, "got 10"),
         ([0, 10**400], r"got 10+\.\.\.0+"),
     ],
     ids=lambda value: str(value)[:20],
 )
 def test_end_of_sequence_ids_that_are_no_tokens(directory, ids, said):
-    expected = f"eos_token_id must be an integer from 0 to 9, {said}"
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {expected}"):
-        open_checkpoint(str(directory))
-    (directory / "generation_config.json").unlink()
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ids}))
-    with pytest.raises(CheckpointError, match=rf"config\.json: {expected}"):
-        open_checkpoint(str(directory))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
-    with pytest.raises(CheckpointError, match=rf"^config\.json: {expected}"):
-        open_checkpoint(str(directory))
+    wrong = {"eos_token_id": ids}
+    cases = {
+        "generation_config": (CONFIG, wrong),
+        "config": ({**CONFIG, **wrong}, {"eos_token_id": 1}),
+    }
+    for name, (config, generation) in cases.items():
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+        expected = rf"^{name}\.json: eos_token_id must be an integer from 0 to 9, {said}"
+        with pytest.raises(CheckpointError, match=expected):
+            open_checkpoint(str(directory))
 
 
 @pytest.mark.parametrize(
@@ -204,11 +142,8 @@ def test_end_of_sequence_ids_that_are_no_tokens(directory, ids, said):
     [
         ({"eos_token_id": 5}, None, {5}),
         ({"eos_token_id": [5, 6]}, None, {5, 6}),
-        ({"eos_token_id": 5}, {"eos_token_id": 7}, {7}),
         ({"eos_token_id": 5}, {"eos_token_id": [7, 8, 7]}, {7, 8}),
-        ({"eos_token_id": 5}, {"temperature": 0.6}, {5}),
         ({"eos_token_id": 5}, {"eos_token_id": None}, {5}),
-        ({"eos_token_id": 0}, {}, {0}),
         ({"eos_token_id": 5}, {"eos_token_id": 0}, {0}),
         ({"eos_token_id": None}, None, set()),
         ({}, None, set()),
@@ -239,7 +174,7 @@ def test_whether_there_is_a_tokenizer(directory, name, expected):
 # Files that must not be opened.
 
 JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
-TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer.model", "merges.txt")
+TOKENIZER_FILES = ("tokenizer.json", "special_tokens_map.json", "tiktoken.model")
 OPENED = (*JSON_FILES, *TOKENIZER_FILES, "chat_template.jinja", "model.safetensors")
 
 
@@ -262,22 +197,21 @@ def open_all(directory):
 
 
 @pytest.mark.usefixtures("no_wait")
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
 @pytest.mark.parametrize("name", OPENED)
-def test_what_is_not_a_regular_file_is_refused(directory, name, make):
-    (directory / name).unlink(missing_ok=True)
-    make(directory / name)
-    expected = f"'{re.escape(name)}' is not a regular file"
-    with pytest.raises(CheckpointError, match=expected):
-        open_all(directory)
-
-
-@pytest.mark.parametrize("name", OPENED)
-def test_a_link_out_of_the_directory_is_refused(directory, name):
+def test_what_is_not_a_file_of_the_directory_is_refused(directory, name):
+    path = directory / name
     secret = directory.parent / "secret"
     secret.write_text("{}")
-    (directory / name).unlink(missing_ok=True)
-    (directory / name).symlink_to(secret)
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' is not a regular file"):
+        open_all(directory)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' is not a regular file"):
+        open_all(directory)
+    path.unlink()
+    path.symlink_to(secret)
     with pytest.raises(CheckpointError, match=f"{re.escape(name)}' is outside the directory"):
         open_all(directory)
 
@@ -336,7 +270,6 @@ def test_a_huge_file_is_not_read(directory):
         ("x/../../secret.safetensors", "is outside the directory"),
         ("link.safetensors", "'link.safetensors' is outside the directory"),
         ("fifo.safetensors", "'fifo.safetensors' is not a regular file"),
-        (".", "'.' is not a regular file"),
         ("a\0b", r"cannot open file 'a\x00b'"),
         ("x" * 300, "xxx"),
         ("", "'' is not a regular file"),
@@ -354,9 +287,12 @@ def test_an_index_that_names_what_is_no_file_of_the_checkpoint(directory, name, 
 
 
 def test_an_index_of_many_missing_files_names_some(directory):
-    weight_map = {str(i): f"{i:05}.safetensors" for i in range(10_000)}
+    (directory / "here.safetensors").touch()
+    names = ["here.safetensors", *(f"{i:05}.safetensors" for i in range(1000))]
+    weight_map = dict(enumerate(names))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"00004.safetensors, and 9995 more$"):
+    missing = r"missing: 00000.safetensors, .* 00004.safetensors, and 995 more$"
+    with pytest.raises(CheckpointError, match=missing):
         local_weights(directory)
 
 
@@ -365,11 +301,6 @@ def test_an_index_of_many_missing_files_names_some(directory):
 
 def local_weights(directory):
     return weight_files(Checkpoint(directory, {}, {}), str(directory))
-
-
-def test_a_single_file_of_weights(directory):
-    (directory / "model.safetensors").touch()
-    assert local_weights(directory) == [directory / "model.safetensors"]
 
 
 def test_a_single_file_goes_before_copies_under_other_names(directory):
@@ -397,15 +328,6 @@ def test_an_index_names_the_files(directory):
         "one.safetensors",
         "two.safetensors",
     ]
-
-
-def test_an_index_that_names_missing_files(directory):
-    weight_map = {"x": "here.safetensors", "y": "gone.safetensors", "z": "lost.safetensors"}
-    index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    (directory / "here.safetensors").touch()
-    with pytest.raises(CheckpointError, match="missing: gone.safetensors, lost.safetensors"):
-        local_weights(directory)
 
 
 @pytest.mark.parametrize(
@@ -458,20 +380,10 @@ def test_offline_with_nothing_cached(offline, monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="with TRANSFORMERS_OFFLINE unset, or give a local"):
         open_checkpoint("org/tiny")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("no route")))
     with pytest.raises(CheckpointError, match="cache; connect once, or give a local directory"):
         open_checkpoint("org/tiny")
-
-
-def test_offline_from_the_cache(offline):
-    snapshot = add_to_cache(
-        offline, {"config.json": json.dumps(CONFIG), "model.safetensors": "weights"}
-    )
-    checkpoint = open_checkpoint("org/tiny")
-    assert checkpoint.config == CONFIG
-    assert checkpoint.path == snapshot
-    assert weight_files(checkpoint, "org/tiny") == [snapshot / "model.safetensors"]
 
 
 def test_the_caches_links_to_its_blobs_are_followed(offline):
@@ -562,33 +474,34 @@ def hub():
         yield server
 
 
-@pytest.fixture(scope="module")
-def opener():
-    command = [sys.executable, "-c", CLIENT]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment(), **pipes) as process:
-        yield process
-
-
 @pytest.fixture
-def client(hub, opener, tmp_path):
-    """Open a model in a new process with the fake hub."""
+def client(hub, monkeypatch, tmp_path):
+    """Open a model with the fake hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    huggingface_hub.close_session()
 
-    def run(model, revision=None, **variables):
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-        env = {
-            **inherited,
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
-            **variables,
+    def run(model, revision=None, endpoint=hub.url, offline=False):
+        path = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + path)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        try:
+            checkpoint = open_checkpoint(model, revision)
+            files = weight_files(checkpoint, model, revision)
+        except CheckpointError as error:
+            return {"error": str(error)}
+        return {
+            "config": checkpoint.config,
+            "generation_config": checkpoint.generation_config,
+            "has_tokenizer": checkpoint.tokenizer_path is not None,
+            "weights": {file.name: file.read_text(errors="replace") for file in files},
+            "files": sorted(p.name for p in checkpoint.path.rglob("*") if p.is_file()),
         }
-        print(json.dumps([model, revision, env, str(tmp_path)]), file=opener.stdin, flush=True)
-        answer = json.loads(opener.stdout.readline())
-        assert answer is not None, "see the standard error"
-        return answer
 
     return run
 
@@ -627,23 +540,17 @@ def test_download_of_shards(client):
     }
 
 
-def test_nothing_is_downloaded_twice(hub, client):
-    first = client("org/tiny")
-    hub.fetched.clear()
-    assert client("org/tiny") == first
-    assert hub.fetched == []
-
-
-def test_downloaded_once_it_opens_offline_and_with_the_hub_down(hub, client):
+def test_downloaded_once_it_opens_again_also_without_the_hub(hub, client):
     answer = client("org/tiny")
     hub.fetched.clear()
-    assert client("org/tiny", HF_HUB_OFFLINE="1") == answer
-    assert client("org/tiny", HF_ENDPOINT="http://127.0.0.1:9") == answer
+    assert client("org/tiny") == answer
+    assert client("org/tiny", offline=True) == answer
+    assert client("org/tiny", endpoint="http://127.0.0.1:9") == answer
     assert hub.fetched == []
 
 
 def test_no_hub_and_nothing_cached(client):
-    error = client("org/tiny", HF_ENDPOINT="http://127.0.0.1:9")["error"]
+    error = client("org/tiny", endpoint="http://127.0.0.1:9")["error"]
     assert error.startswith("cannot get 'org/tiny' from the hub: ")
 
 
@@ -700,7 +607,7 @@ def test_a_gguf_file_of_the_hub(gguf_hub, client, model, name):
     assert list(found["weights"]) == [name]
     assert [file for _, file in gguf_hub.fetched] == [name]
     if model == "org/one":
-        assert client(model, HF_HUB_OFFLINE="1") == found
+        assert client(model, offline=True) == found
 
 
 def test_directories_without_a_config(tmp_path):
@@ -712,7 +619,7 @@ def test_directories_without_a_config(tmp_path):
         open_checkpoint(str(tmp_path))
     for file in tmp_path.glob("*.gguf"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=f"has an adapter: .* merge_lora='{tmp_path}'"):
+    with pytest.raises(CheckpointError, match="has an adapter: .* lora_request"):
         open_checkpoint(str(tmp_path))
 
 
@@ -724,7 +631,7 @@ def test_a_gguf_file_of_the_hub_by_its_tag(gguf_hub, client):
     found = client("org/two:q8_0")
     assert list(found["weights"]) == ["model-Q8_0.gguf"]
     assert [file for _, file in gguf_hub.fetched] == ["model-Q8_0.gguf"]
-    assert client("org/two:Q8_0", HF_HUB_OFFLINE="1") == found
+    assert client("org/two:Q8_0", offline=True) == found
     assert list(client("org/two:Q4_K")["weights"]) == ["model-Q4_K.gguf"]
     error = client("org/two:Q5_0")["error"]
     assert "hub model 'org/two' has no GGUF file for the tag 'Q5_0'; name a file" in error
@@ -746,9 +653,9 @@ def test_letter_case_does_not_count_in_what_the_cache_has(gguf_hub, client):
     gguf_hub.fetched.clear()
     names = ["ORG/two:q8_0", "org/Two/MODEL-q8_0.gguf", "hf.co/Org/Two:Q8_0"]
     names.append("https://huggingface.co/Org/two/blob/main/Model-Q8_0.gguf")
-    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
-        assert [client(name, **variables) for name in names] == [found] * len(names)
-        assert client("Org/Tiny", **variables) == tiny
+    for offline in (False, True):
+        assert [client(name, offline=offline) for name in names] == [found] * len(names)
+        assert client("Org/Tiny", offline=offline) == tiny
     assert gguf_hub.fetched == []
 
 
@@ -756,7 +663,7 @@ def damaged(content, place):
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-@pytest.mark.parametrize("place", [0, 4, 60, -10], ids=["magic", "version", "header", "tensors"])
+@pytest.mark.parametrize("place", [0, -10], ids=["header", "tensors"])
 def test_a_file_that_comes_damaged_is_fetched_again(gguf_hub, client, tmp_path, place):
     """The checksum that the hub names is that of the sound file."""
     gguf_hub.flipped["x.gguf"] = [place]
@@ -771,7 +678,7 @@ def test_a_file_that_comes_damaged_is_fetched_again(gguf_hub, client, tmp_path, 
     assert client("org/one") == sound
 
 
-@pytest.mark.parametrize("place", [0, 9, 60])
+@pytest.mark.parametrize("place", [0, 60])
 def test_a_header_that_is_damaged_in_the_cache_is_fetched_again(gguf_hub, client, tmp_path, place):
     sound = client("org/one")
     (file,) = (tmp_path / "home").rglob("x.gguf")

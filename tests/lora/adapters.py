@@ -130,20 +130,16 @@ def merge(model: str, adapter: str, path: Path, scales: Callable[[str], float]) 
     return str(path)
 
 
-def adapt(theirs: torch.nn.Module, path: Path, *, merged: bool = False, **options: Any) -> str:
+def adapt(theirs: torch.nn.Module, path: Path, **options: Any) -> str:
     """Write an adapter of all linears of a transformers' model, and merge it there; return `path`.
 
-    Those of pictures and the head are left out. transformers' experts are no linears.
-
-    Args:
-        merged: whether it is to be merged here, too: requests do not adapt kv_b_proj.
-        options: of `write_adapter`.
+    Those of pictures, kv_b_proj and the head are left out. transformers' experts are no linears.
     """
     layers = {
         name: module
         for name, module in theirs.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and name.startswith(NETWORKS)
-        if not any(part in f"{name}." for part in OTHERS[merged:])
+        if not any(part in f"{name}." for part in OTHERS)
     }
     weights = {
         name: layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
@@ -169,6 +165,6 @@ OTHERS = (
     "projector",
     ".experts.",
     "router",
+    "mlp.gate.",
 )
-OTHERS = (*OTHERS, "mlp.gate.")
 """Parts of the names of linears that adapters do not change here."""

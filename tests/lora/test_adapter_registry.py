@@ -78,14 +78,14 @@ def test_bad_adapters_are_refused_by_name_and_not_kept(tmp_path: Path) -> None:
         other.find(LoRARequest("shape", 1, save(tmp_path / "shape")))
 
 
-def test_a_thousand_adapters_in_eight_slots(tmp_path: Path) -> None:
+def test_many_adapters_in_eight_slots(tmp_path: Path) -> None:
     registry = AdapterRegistry(slices_of(LINEARS), 2)
     engine = AdapterEngine(max_loras=8, max_num_seqs=16, num_blocks=200)
-    for number in range(1000):
+    for number in range(100):
         adapter = registry.find(LoRARequest("a", 1 + number, save(tmp_path / str(number), number)))
         engine.add([1, 2, 3], max_tokens=2, adapter=adapter)
     engine.run()
-    assert engine.worker.num_loaded == 1000
+    assert engine.worker.num_loaded == 100
     assert len(engine.adapters.slots.slots) == 8
     assert len({*engine.adapters.slots.slots.values()}) == 8
-    assert len(registry) == 1000
+    assert len(registry) == 100

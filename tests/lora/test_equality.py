@@ -1,4 +1,4 @@
-"""Adapters of requests and merged ones, in whole engines, beside transformers' merged models.
+"""Adapters of requests in whole engines, beside transformers' merged models.
 
 LORA_CASES=all adds PEFT's own adapters and merged models, all families, and two ranks.
 """
@@ -100,7 +100,7 @@ def mixed(
 def test_tokens_are_those_of_merged_models(
     make_llm: Any, random_model: str, adapters: list[str], merged: list[str]
 ) -> None:
-    """In float32: those of one batch, and those of an engine with the adapter merged at load."""
+    """In float32, of one batch."""
     llm = make_llm(random_model, dtype="float32", **OPTIONS)
     asked = mixed(adapters, 10, lengths=(1, 24))
     outputs = ask(llm, asked)
@@ -109,12 +109,6 @@ def test_tokens_are_those_of_merged_models(
         own = [i for i, (_, found) in enumerate(asked) if (found and found.lora_path) == path]
         prompts = [asked[i][0] for i in own]
         assert_tokens_are_greedy(theirs, prompts, [outputs[i].outputs[0] for i in own])
-    for path, model in zip(adapters[:1], merged, strict=False):
-        theirs = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-        one = make_llm(random_model, dtype="float32", max_model_len=128, merge_lora=path)
-        prompts = [prompt for prompt, _ in asked[:3]]
-        found = [output.outputs[0] for output in one.generate(prompts, GREEDY, use_tqdm=False)]
-        assert_tokens_are_greedy(theirs, prompts, found)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -190,23 +184,6 @@ def scores(output: RequestOutput) -> torch.Tensor:
     return torch.tensor([next(iter(entry.values())).logprob for entry in entries])
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_merged_at_load(
-    make_llm: Any, shared_checkpoint: Any, tmp_path: Path, quantization: str | None
-) -> None:
-    """In bfloat16 and rounded: the bits of a merged checkpoint, which had float32."""
-    model = shared_checkpoint(head_dim=32)
-    path = write_adapter(tmp_path / "adapter", linears_of(model))
-    other = merge(model, path, tmp_path / "merged", lambda module: 2.0)
-    options = {"dtype": "bfloat16", "quantization": quantization, "max_model_len": 128}
-    prompts = [random_prompt(random.Random(seed), 30) for seed in range(3)]
-    found, expected = (
-        llm.generate(prompts, GREEDY, use_tqdm=False)
-        for llm in (make_llm(model, merge_lora=path, **options), make_llm(other, **options))
-    )
-    assert bits(found) == bits(expected)
-
-
 def test_speculation_changes_no_token(make_llm: Any, tmp_path: Path) -> None:
     """Drafts are verified with the adapter of their request."""
     path = write_adapter(tmp_path, linears_of(demo_model.MODEL), size=0.3, r=4)
@@ -275,18 +252,6 @@ def test_families(make_llm: Any, tmp_path: Path, case: str) -> None:
     llm = make_llm(tmp_path / "model", dtype="float32", **OPTIONS)
     prompts = [[3 + i * 7 % 400 for i in range(length)] for length in (9, 40)]
     outputs = ask(llm, [(prompt, request(path)) for prompt in prompts])
-    assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])
-
-
-@pytest.mark.parametrize("case", ["minicpm3 0", "deepseek_v3 0"])
-def test_latent_attention_is_merged(make_llm: Any, tmp_path: Path, case: str) -> None:
-    """Symptom: PEFT's "all-linear" has kv_b_proj, which "is no linear of the model"."""
-    theirs = family_cases.make_model(case)
-    theirs.save_pretrained(tmp_path / "model")
-    path = adapt(theirs, tmp_path / "adapter", merged=True, r=4)
-    llm = make_llm(tmp_path / "model", dtype="float32", max_model_len=128, merge_lora=path)
-    prompts = [[3 + i * 7 % 400 for i in range(length)] for length in (9, 40)]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])
 
 

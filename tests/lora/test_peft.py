@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import random_prompt
 from tests.lora.adapters import linears_of, write_adapter
-from tests.lora.test_equality import GREEDY, OPTIONS, ask, bits, mixed, request
+from tests.lora.test_equality import OPTIONS, ask, bits, mixed, request
 from tests.models.comparison import assert_tokens_are_greedy
 
 pytestmark = pytest.mark.skipif("LORA_CASES" not in os.environ, reason="LORA_CASES=all runs it")
@@ -58,26 +58,16 @@ def peft_adapter(model: str, path: Path, seed: int, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("merged", [False, True])
-def test_float32_tokens(
-    make_llm: Any, random_model: str, tmp_path: Path, rank: int, merged: bool
-) -> None:
-    """All target sets and scales, in one batch or merged at load: greedy tokens."""
-    options = {**OPTIONS, "max_loras": 8, "dtype": "float32"}
-    llm = None if merged else make_llm(random_model, **options)
+def test_float32_tokens(make_llm: Any, random_model: str, tmp_path: Path, rank: int) -> None:
+    """All target sets and scales, in one batch: greedy tokens."""
+    llm = make_llm(random_model, **{**OPTIONS, "max_loras": 8, "dtype": "float32"})
     prompts = [random_prompt(random.Random(seed), 5 + 9 * seed) for seed in range(2)]
     for number, (targets, scale) in enumerate(itertools.product(TARGETS, SCALES)):
         if isinstance(targets["target_modules"], list) and "rank_pattern" in scale:
             continue  # PEFT refuses patterns without a module
         path = tmp_path / str(number)
         theirs = peft_adapter(random_model, path, number, r=rank, **targets, **scale)
-        if merged:
-            one = make_llm(random_model, dtype="float32", max_model_len=128, merge_lora=str(path))
-            outputs = one.generate(prompts, GREEDY, use_tqdm=False)
-            one.shutdown()
-        else:
-            assert llm is not None
-            outputs = ask(llm, [(prompt, request(str(path))) for prompt in prompts])
+        outputs = ask(llm, [(prompt, request(str(path))) for prompt in prompts])
         assert_tokens_are_greedy(theirs, prompts, [output.outputs[0] for output in outputs])
 
 
@@ -97,13 +87,6 @@ def test_two_ranks(
         two = make_llm(model, dtype="float32", **options)
         expected, found = (ask(llm, asked) for llm in (one, two))
         assert [o.token_ids for o in found] == [o.token_ids for o in expected]
-        merged = make_llm(
-            model, dtype="float32", tensor_parallel_size=2, max_model_len=128, merge_lora=paths[0]
-        )
-        for index, (prompt, adapter) in enumerate(asked):
-            if adapter is not None and adapter.lora_path == paths[0]:
-                (output,) = merged.generate([prompt], GREEDY, use_tqdm=False)
-                assert output.token_ids == expected[index].token_ids
     llm = make_llm(model, dtype="bfloat16", quantization=quantization, **options)
     together = bits(ask(llm, asked))
     assert together == [bits(ask(llm, [each]))[0] for each in asked]

@@ -11,7 +11,7 @@ from nanovllm.core.messages import AdapterSlot
 from nanovllm.features.lora.adapter_registry import adapter_linears
 from nanovllm.features.lora.layer_parts import layer_targets
 from nanovllm.features.lora.peft_files import Factors, read_adapter
-from nanovllm.features.lora.slots import AdapterSlots
+from nanovllm.features.lora.rank_adapters import AdapterSlots
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.models.registry import read_config
@@ -22,26 +22,19 @@ from tests.checkpoints import SMALL
 from tests.lora.adapters import write_adapter
 
 CPU = torch.device("cpu")
+DELTA = {
+    **SMALL,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SIZES = {
     "qwen3": SMALL,
     "phi3": {**SMALL, "hidden_size": 96, "pad_token_id": 0},
-    "qwen3_5_text": {
-        **SMALL,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "qwen3_next": {
-        **SMALL,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "mlp_only_layers": [0, 1, 2],
-    },
+    "qwen3_5_text": DELTA,
+    "qwen3_next": {**DELTA, "mlp_only_layers": [0, 1, 2]},
 }
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",

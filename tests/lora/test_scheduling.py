@@ -24,7 +24,7 @@ def test_the_model_alone_and_adapters_with_a_slot_pass_one_that_waits() -> None:
     engine.step()
     assert plain.is_finished
     assert waits.table_idx is None
-    assert engine.adapters.waiting_adapters == 1
+    assert [*engine.adapters._room] == [waits]
     engine.run()
 
 

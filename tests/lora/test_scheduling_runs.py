@@ -11,14 +11,14 @@ from hypothesis.stateful import initialize, invariant
 
 from tests.every_case import examples
 from tests.lora.fake_adapters import AdapterEngine, check_adapters
-from tests.scheduler.test_random_runs import UsersMachine, clock
+from tests.scheduler.test_random_runs import HitsMachine, clock
 
 __all__ = ["clock"]
 
 ADAPTERS: dict[str, Any] = {"max_loras": st.integers(1, 3), "num_adapters": st.integers(1, 6)}
 
 
-class AdaptersMachine(UsersMachine):
+class AdaptersMachine(HitsMachine):
     """Adapters, users, salts and drafts."""
 
     engine: AdapterEngine

@@ -61,6 +61,9 @@ def test_nanovllm_vllm_has_vllms_names() -> None:
     for name in vllm.__all__:
         exec(f"from nanovllm.vllm import {name}")
     assert vllm.Histogram is outputs.Histogram
+    with pytest.raises(TypeError, match=r"^AsyncLLM\.generate\(\) "):
+        vllm.AsyncLLM.generate(no_such=1)  # type: ignore[call-arg]
+    assert str(vllm.LLM) == "<class 'nanovllm.vllm.LLM'>"
 
 
 @pytest.mark.parametrize(

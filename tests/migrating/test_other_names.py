@@ -1,11 +1,14 @@
 """Options of other engines: accepted where nothing changes, and else refused."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nanovllm import demo_model
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
+from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.config import Config
 from nanovllm.options.other_names import OTHER_NAMES, REMEDIES
 from nanovllm.options.pooling_params import PoolingParams
@@ -95,3 +98,18 @@ def test_the_table_is_short_and_hides_nothing() -> None:
 
     here = {route.path for router in ROUTERS for route in router.routes}
     assert here.isdisjoint(REMEDIES)
+
+
+def test_a_tag_in_text_is_a_grammar() -> None:
+    """structural_tag's remedy."""
+    llguidance = pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tag = llguidance.StructTag(trigger="<call", begin="<call=f>", grammar=schema, end="</call>")
+    grammar = llguidance.StructTag.to_grammar([tag], assume_special=False)
+    text = (Path(demo_model.MODEL) / "tokenizer.json").read_text("utf-8")
+    compiler = GrammarCompiler(lambda: text, 1024, (0,))
+    matcher = compiler.matcher(StructuredOutputsParams(grammar=grammar))
+    tokenizer = compiler._make_tokenizer()[0]
+    for output, fits in (('Hi <call=f>{"a": 1}</call> x', True), ('<call=f>{"b": 1}', False)):
+        tokens = tokenizer.greedy_tokenize(output)
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == fits

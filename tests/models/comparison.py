@@ -11,8 +11,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.core.windows import num_tables, pages_for
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WorkerInfo, num_tables, pages_for
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.options.config import Config

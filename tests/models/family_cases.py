@@ -374,10 +374,7 @@ def make_config(case):
     """Return the configuration of a case; its sizes are random, and each switch has its turn."""
     family, number = case.split()
     chooser, number = random.Random(case), int(number)
-    switches = {}
-    for place, (name, values) in enumerate(SWITCHES[family].items()):
-        # The stride is odd, so that switches of equally many values do not go together.
-        switches[name] = values[(number // (1 + place % 3) + place) % len(values)]
+    switches = in_turn(SWITCHES[family], number)
     group, kv_heads = [1, 2, 8][number % 3], chooser.choice([1, 2])
     num_heads = group * kv_heads
     settings = {
@@ -407,11 +404,25 @@ def make_config(case):
     if family == "muse_glimmer":
         settings["hidden_size"] = 48 if num_heads < 16 else 64  # a multiple of num_heads
     fields = {**settings, **in_transformers_names(switches, settings)}
-    if family not in NESTED:
+    return config_of(family, fields, NESTED)
+
+
+def in_turn(table, number):
+    """Return one value of each switch."""
+    # The stride is odd, so that switches of equally many values do not go together.
+    return {
+        name: values[(number // (1 + place % 3) + place) % len(values)]
+        for place, (name, values) in enumerate(table.items())
+    }
+
+
+def config_of(family, fields, nested):
+    """Return a configuration with `fields`, which are the text model's if `nested` has others."""
+    if family not in nested:
         return AutoConfig.for_model(family, **fields)
     tied = fields["tie_word_embeddings"]
     return AutoConfig.for_model(
-        family, text_config=fields, tie_word_embeddings=tied, **NESTED[family]
+        family, text_config=fields, tie_word_embeddings=tied, **nested[family]
     )
 
 

@@ -47,17 +47,12 @@ ARCHITECTURES = [
     and ("text_config" not in CONFIGS[name] or MODEL_TYPES.get(name) in NESTED)
 ]
 """Not those with a text model that is here already, and not encoders."""
+ROPE, ORIGINAL = "rope_theta", "original_max_position_embeddings"
 DIFFER = {
-    (
-        "Olmo3ForCausalLM",
-        "rope_theta",
-    ): "transformers 5 takes it for layers with full attention",
-    ("Olmo3ForCausalLM", "original_max_position_embeddings"): "transformers: only in rope_scaling",
-    ("Phi3ForCausalLM", "original_max_position_embeddings"): "transformers looks at each text",
-    (
-        "MiniCPM3ForCausalLM",
-        "original_max_position_embeddings",
-    ): "transformers: only in rope_scaling",
+    ("Olmo3ForCausalLM", ROPE): "transformers 5 takes it for layers with full attention",
+    ("Olmo3ForCausalLM", ORIGINAL): "transformers: only in rope_scaling",
+    ("Phi3ForCausalLM", ORIGINAL): "transformers looks at each text",
+    ("MiniCPM3ForCausalLM", ORIGINAL): "transformers: only in rope_scaling",
 }
 """What is meant to differ, and how."""
 BLOCKS = ["mlp", "moe", "attention", "mamba", "moe"]

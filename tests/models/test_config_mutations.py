@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.models.family import Family
+from nanovllm.models.decoder import Family
 from nanovllm.models.registry import MODULES, model_class, read_config
 from tests.models.family_configs import CONFIGS, config_of
 

@@ -5,11 +5,11 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.errors import ConfigError
 from tests.helpers import token_ids
-from tests.models import comparison, family_cases, test_decoder, test_experts, test_hybrids
+from tests.models import comparison, family_cases, test_decoder, test_hybrids
 
 MAKERS = {
     case: module.make_model
-    for module in (test_decoder, test_experts, test_hybrids, family_cases)
+    for module in (test_decoder, test_hybrids, family_cases)
     for case in module.CASES
 }
 FAMILIES = sorted({case.split()[0] for case in MAKERS})

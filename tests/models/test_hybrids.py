@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanovllm import SamplingParams
-from nanovllm.core.windows import pages_for
+from nanovllm.core.worker_info import pages_for
 from nanovllm.features.quantization.integer import IntWeight
 from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.hub import open_checkpoint, weight_files
@@ -30,10 +30,9 @@ from tests.models.comparison import (  # noqa: F401
     test_logits_of_all_positions,
     vocab_size_of,
 )
-from tests.models.family_cases import GRANITE_MOE, NUM_CASES
+from tests.models.family_cases import GRANITE_MOE, NUM_CASES, YARN, config_of, in_turn
 from tests.test_native_invariance import MODEL, OTHER_FAMILIES
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 THETA = {"rope_theta": 1e4}
 DELTA = ["linear_attention"]
 CONV = ["conv"]
@@ -223,10 +222,7 @@ def make_config(case):
     """Return the configuration of a case; its sizes are random, and each switch has its turn."""
     family, number = case.split()
     chooser, number = random.Random(case), int(number)
-    switches = {}
-    for place, (name, values) in enumerate(SWITCHES[family].items()):
-        # The stride is odd, so that switches of equally many values do not go together.
-        switches[name] = values[(number // (1 + place % 3) + place) % len(values)]
+    switches = in_turn(SWITCHES[family], number)
     kv_heads = chooser.choice([1, 2])
     num_heads = kv_heads * [1, 2, 4][number % 3]
     settings = {
@@ -273,12 +269,7 @@ def make_config(case):
         settings["rope_parameters"] |= {**sections, "partial_rotary_factor": 0.5}
         settings["head_dim"] = 16
     fields = {**settings, **switches}
-    if family not in NESTED:
-        return AutoConfig.for_model(family, **fields)
-    tied = fields["tie_word_embeddings"]
-    return AutoConfig.for_model(
-        family, text_config=fields, tie_word_embeddings=tied, **NESTED[family]
-    )
+    return config_of(family, fields, NESTED)
 
 
 def mamba_settings(family, switches, chooser):

@@ -1,6 +1,5 @@
 """Reading config.json of transformers 4 and 5. Unsupported settings are refused by name."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,10 +7,7 @@ import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.rotary_embedding import RopeConfig, inverse_frequencies
-from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.models.qwen2 import Qwen2ForCausalLM
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.registry import model_class
 
 BASE = {
@@ -97,33 +93,23 @@ def test_numbers_that_may_be_missing():
     assert config.tie_word_embeddings is False
 
 
-def test_null_is_missing():
-    config = read(num_key_value_heads=None, head_dim=None)
-    assert (config.num_kv_heads, config.head_dim) == (16, 64)
-
-
-def test_frozen():
-    config = read()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.vocab_size = 1
-
-
 # Rotary settings.
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_linear_scaling(key):
-    expected = RopeConfig(1e6, "linear", 2.0, 40960)
-    assert read(rope_scaling={key: "linear", "factor": 2}).rope == expected
-    parameters = {"rope_theta": 1e6, key: "linear", "factor": 2.0}
-    assert rope_of_version_5(**parameters) == expected
-
-
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_yarn(key):
-    expected = RopeConfig(1e6, "yarn", 4.0, 32768)
-    assert read(rope_scaling={key: "yarn", **YARN}).rope == expected
-    assert rope_of_version_5(rope_theta=1000000, **{key: "yarn"}, **YARN) == expected
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("linear", {"factor": 2}, RopeConfig(1e6, "linear", 2.0, 40960)),
+        ("yarn", YARN, RopeConfig(1e6, "yarn", 4.0, 32768)),
+        ("yarn", {"type": "yarn", **YARN}, RopeConfig(1e6, "yarn", 4.0, 32768)),
+        ("yarn", {"factor": 2.0}, RopeConfig(1e6, "yarn", 2.0, 40960)),
+    ],
+)
+def test_scaling(key, kind, settings, expected):
+    settings = {**settings, key: kind}
+    assert read(rope_scaling=settings).rope == expected
+    assert rope_of_version_5(rope_theta=1000000, **settings) == expected
 
 
 def test_scaling_added_beside_the_settings_of_version_5():
@@ -138,11 +124,6 @@ def test_scaling_added_beside_the_settings_of_version_5():
         read(rope_parameters=3, rope_scaling={"rope_type": "yarn", **YARN})
 
 
-def test_both_names_of_the_type_at_once():
-    rope = read(rope_scaling={"type": "yarn", "rope_type": "yarn", **YARN}).rope
-    assert rope == RopeConfig(1e6, "yarn", 4.0, 32768)
-
-
 def test_every_setting_of_yarn():
     extra = {
         "beta_fast": 16,
@@ -154,16 +135,6 @@ def test_every_setting_of_yarn():
     }
     expected = RopeConfig(1e6, "yarn", 4.0, 32768, **extra)
     assert read(rope_scaling={"rope_type": "yarn", **YARN, **extra}).rope == expected
-
-
-def test_settings_of_yarn_that_are_null_keep_their_defaults():
-    extra = {"beta_fast": None, "attention_factor": None, "truncate": None}
-    rope = read(rope_scaling={"rope_type": "yarn", **YARN, **extra}).rope
-    assert rope == RopeConfig(1e6, "yarn", 4.0, 32768)
-
-
-def test_yarn_without_original_positions_takes_the_models():
-    assert read(rope_scaling={"type": "yarn", "factor": 2.0}).rope.original_max_position == 40960
 
 
 def test_original_positions_beside_the_rope_settings():
@@ -317,16 +288,6 @@ def test_architectures_that_are_not_one_name(architectures):
         read(architectures=architectures)
 
 
-def test_no_architecture_at_all():
-    with pytest.raises(CheckpointError, match="must name one architecture"):
-        read("architectures")
-
-
-@pytest.mark.parametrize("family", [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM])
-def test_registry(family):
-    assert model_class(read(architectures=[family.__name__])) is family
-
-
 def test_an_unknown_architecture():
     with pytest.raises(
         UnsupportedModelError,
@@ -349,29 +310,19 @@ SIZES = [
 
 @pytest.mark.parametrize("key", SIZES)
 def test_missing_sizes_are_named(key):
-    with pytest.raises(
-        CheckpointError, match=rf"config\.json: {key} must be an integer from 1 to \d+, got None"
-    ):
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be .*, got None"):
         read(key)
 
 
 @pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, [8]])
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, "8", True, [8], 10**9, 10**400, float("nan"), {}, "x" * 10**6]
+)
 def test_sizes_of_wrong_type_or_range_are_named(key, value):
     with pytest.raises(
         CheckpointError, match=rf"config\.json: {key} must be an integer from 1 to \d+, got "
-    ):
+    ) as raised:
         read(**{key: value})
-
-
-@pytest.mark.parametrize("key", [*SIZES, "num_key_value_heads", "head_dim"])
-@pytest.mark.parametrize(
-    "value", [10**9, 10**30, 10**400, float("nan"), float("inf"), {}, [[1]], "x" * 10**6]
-)
-def test_absurd_sizes_are_refused_in_a_short_message(key, value):
-    with pytest.raises(CheckpointError) as raised:
-        read(**{key: value})
-    assert f"config.json: {key} must be an integer from 1 to " in str(raised.value)
     assert len(str(raised.value)) < 250
 
 
@@ -402,7 +353,7 @@ def test_numbers_that_give_no_finite_angle_or_norm(key, value):
 
 
 @pytest.mark.parametrize("key", ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
-@pytest.mark.parametrize("value", [0, 0.0, -0.0])
+@pytest.mark.parametrize("value", [0, -0.0, None])
 def test_settings_of_yarn_that_are_0_keep_their_defaults(key: str, value: float) -> None:
     """Symptom: Devstral 2, whose mscale_all_dim is 0.0, is refused."""
     scaling = {"type": "yarn", **YARN}
@@ -511,8 +462,3 @@ def test_no_dtype_is_float32():
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_the_dtype_option_overrides_the_checkpoint(name):
     assert ModelConfig.from_hf(BASE, dtype=name).dtype == getattr(torch, name)
-
-
-def test_the_dtype_option_overrides_an_unsupported_dtype():
-    config = ModelConfig.from_hf({**BASE, "torch_dtype": "float64"}, dtype="float32")
-    assert config.dtype == torch.float32

@@ -14,13 +14,8 @@ from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.options.config import Config
 
 COUNTS = [
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "tensor_parallel_size",
-    "kvcache_block_size",
-    "num_kvcache_blocks",
-    "kv_cache_memory_bytes",
+    *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size"),
+    *("kvcache_block_size", "num_kvcache_blocks", "kv_cache_memory_bytes"),
 ]
 
 
@@ -86,7 +81,6 @@ def test_every_field_can_be_given():
         "enable_lora": True,
         "max_loras": 4,
         "max_lora_rank": 64,
-        "merge_lora": None,
         "trace_file": "/trace.json",
         "profile_dir": None,  # not beside a trace
         "seed": 5,
@@ -102,11 +96,7 @@ PLACES = ("tokenizer", "download_dir", "generation_config")
 REFUSED = [
     *((name, rf"{name} must be an integer from 1 to \d+, got ", NO_COUNTS) for name in COUNTS),
     *((name, f"{name} must be an integer from 1 to", [None]) for name in COUNTS[1:3]),
-    (
-        "max_logprobs",
-        r"max_logprobs must be an integer from -1 to \d+",
-        [-2, 2.0, None, 10**19],
-    ),
+    ("max_logprobs", r"max_logprobs must be an integer from -1 to \d+", [-2, 2.0, None, 10**19]),
     ("num_threads", r"num_threads must be an integer from 1 to \d+, got ", [10**19, 100_000]),
     ("seed", r"seed must be an integer from 0 to 9223372036854775807", [-1, 2**63, 0.5, None, "1"]),
     ("gpu_memory_utilization", r"gpu_memory_utilization must be from 0.01 to 1, got ", NO_SHARES),
@@ -114,11 +104,7 @@ REFUSED = [
         (name, f"{name} must be True or False, got ", [0, 1, None, "True", "no"])
         for name in ("enforce_eager", "enable_prefix_caching", "skip_tokenizer_init")
     ),
-    (
-        "dtype",
-        "dtype must be one of auto, float32, bfloat16, ",
-        ["float8", "", None, 16],
-    ),
+    ("dtype", "dtype must be one of auto, float32, bfloat16, ", ["float8", "", None, 16]),
     ("dtype", r"dtype must be .* got 'flaot16'; did you mean 'float16'\?", ["flaot16"]),
     ("load_format", "load_format must be one of auto, dummy", ["safetensors", "", None, True]),
     ("device", "device must be", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "CUDA", 0, None]),
@@ -129,11 +115,7 @@ REFUSED = [
     ),
     *((name, f"{name} must be a directory", ["", 5, b"path", ["path"], True]) for name in PLACES),
     ("scheduling_policy", "got 'priorty'; did you mean 'priority'", ["priorty"]),
-    (
-        "distributed_executor_backend",
-        "must be one of mp, uni, ray, got 'Ray'; did",
-        ["Ray"],
-    ),
+    ("distributed_executor_backend", "must be one of mp, uni, ray, got 'Ray'; did", ["Ray"]),
 ]
 """A field, what the error says, and values that are refused."""
 
@@ -175,16 +157,10 @@ def test_values_that_are_accepted(name, given, kept):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"num_kvcache_blocks": 8, "kv_cache_memory_bytes": 2**20},
-            "both size the KV pool",
-        ),
+        ({"num_kvcache_blocks": 8, "kv_cache_memory_bytes": 2**20}, "both size the KV pool"),
         ({"kv_cache_dir": "/kv", "kv_store": "my.module:Tier"}, "both keep .*: give one"),
         ({"kv_cache_dir_gib": 2}, "kv_cache_dir_gib 2 limits .*: give kv_cache_dir too"),
-        (
-            {"device": "cuda:1", "tensor_parallel_size": 2},
-            "'cuda:1' names one GPU but",
-        ),
+        ({"device": "cuda:1", "tensor_parallel_size": 2}, "'cuda:1' names one GPU but"),
         (
             {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
             '"uni" is this process alone, but tensor_parallel_size',
@@ -215,19 +191,10 @@ def test_options_that_contradict_each_other(options, message):
     ],
 )
 def test_unknown_keyword_is_refused_and_the_nearest_named(typo, nearest):
-    with pytest.raises(ConfigError, match=rf"no field '{typo}'; did you mean '{nearest}'\?"):
+    with pytest.raises(ValueError, match=rf"no field '{typo}'; did you mean '{nearest}'\?"):
         Config("model", **{typo: 1})
-
-
-def test_unknown_keyword_without_a_near_field_gets_the_list():
-    with pytest.raises(ConfigError, match=r"'zzz'; known: .*max_model_len.*seed"):
+    with pytest.raises(NanoVLLMError, match=r"'zzz'; known: .*max_model_len.*seed"):
         Config("model", zzz=1)
-
-
-def test_errors_are_value_errors_and_nanovllm_errors():
-    with pytest.raises(ValueError, match="max_num_seqs") as raised:
-        Config("model", max_num_seqs=0)
-    assert isinstance(raised.value, NanoVLLMError)
 
 
 def test_threads_are_bounded_by_the_processors(monkeypatch):
@@ -259,22 +226,12 @@ def test_tiers_need_the_prefix_cache(option):
     assert Config("model", **option).has_tiers
 
 
-def test_config_is_frozen():
-    config = Config("model")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.max_num_seqs = 1
-    assert config.max_num_seqs == 512
-
-
 def test_config_survives_pickle_and_copy():
     config = Config("model", max_num_seqs=3, dtype="float16", seed=9)
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
-
-
-def test_replace_validates_too():
-    config = dataclasses.replace(Config("model"), max_num_seqs=2)
-    assert config.max_num_seqs == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 1
     with pytest.raises(ConfigError, match="max_num_seqs"):
         dataclasses.replace(config, max_num_seqs=0)
 
@@ -293,12 +250,9 @@ def test_hf_overrides_must_be_a_dictionary_of_json_values(value):
     with pytest.raises(ConfigError, match="^hf_overrides must be a dictionary") as raised:
         Config("model", hf_overrides=value)
     assert len(str(raised.value)) < 300
-
-
-def test_hf_overrides_are_copied():
     given = {"rope_scaling": {"factor": 2.0}}
     config = Config("model", hf_overrides=given)
-    given["rope_scaling"]["factor"] = 3.0
+    given["rope_scaling"]["factor"] = 3.0  # they are copied
     assert config.hf_overrides == {"rope_scaling": {"factor": 2.0}}
 
 

@@ -10,22 +10,8 @@ from nanovllm.options.model_names import hub_name, looks_like_model
 @pytest.mark.parametrize(
     "word",
     [
-        *(
-            "llama3.2",
-            "qwen3:0.6b",
-            "Mistral-7B",
-            "gpt-oss",
-            "gpt-oss:20b",
-            "phi4",
-            "gemma3:latest",
-        ),
-        *(
-            "gemma3:latest",
-            "Meta-Llama-3-8B-Instruct",
-            "smollm2",
-            "command-r:35b",
-            "nous-hermes-2-7b.Q4_K_M",
-        ),
+        *("llama3.2", "qwen3:0.6b", "Mistral-7B", "gpt-oss", "gpt-oss:20b", "phi4", "smollm2"),
+        *("gemma3:latest", "Meta-Llama-3-8B-Instruct", "command-r:35b", "nous-hermes-2-7b.Q4_K_M"),
     ],
 )
 def test_names_of_models(word: str) -> None:

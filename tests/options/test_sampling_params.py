@@ -19,20 +19,16 @@ from nanovllm.options.structured_outputs import StructuredOutputsParams
 from nanovllm.options.validation import did_you_mean, shown
 
 
-def test_defaults_equal_nano_vllms():
+def test_defaults_and_order_equal_nano_vllms():
     params = SamplingParams()
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
     assert params.seed is None
-
-
-def test_first_three_fields_have_nano_vllms_order():
-    assert SamplingParams(0.5, 7, True) == SamplingParams(
-        temperature=0.5, max_tokens=7, ignore_eos=True
-    )
+    given = SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True)
+    assert SamplingParams(0.5, 7, True) == given
 
 
 def test_what_asks_for_nothing_is_taken_as_in_vllm():
-    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-1) == SamplingParams(top_k=-1) == SamplingParams()
     params = SamplingParams(max_tokens=None, min_tokens=7)  # as many as there is room for
     assert params.clone(top_p=0.5).max_tokens == params.max_tokens == 2**31 - 1
 
@@ -93,7 +89,12 @@ def test_every_field_is_kept():
         if isinstance(value, list):
             value = tuple(value)
         assert getattr(params, name) == value
-    assert dataclasses.replace(params, top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
+    assert params.clone(top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
+    with pytest.raises(InvalidRequestError, match="^top_k must be"):
+        params.clone(top_k=-7)
+    for name in ("topk", "self", "args"):  # Python's own names are names like others
+        with pytest.raises(InvalidRequestError, match=f"no field '{name}'"):
+            SamplingParams(**{name: 7})
 
 
 def test_params_copy_the_collections_given():
@@ -105,41 +106,33 @@ def test_params_copy_the_collections_given():
     assert params == SamplingParams(stop="a", allowed_token_ids=[1], logit_bias={1: 2.0})
 
 
+NO_INTEGERS = [True, 1.5, 2.0, "3", [1], np.float64(2.0), np.array([1, 2]), torch.tensor(2.5)]
+NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), True, "0.7", 1j, [0.5], 10**400]
+FLAGS = (
+    *("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"),
+    *("marks_kept_tokens", "spaces_between_special_tokens"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "values"),
     [
-        (
-            "max_tokens",
-            "an integer from 1 to 2147483647",
-            [0, -1, True, 1.5, 2.0, "3", [1], np.float64(2.0), np.array([1, 2]), torch.tensor(2.5)],
-        ),
-        (
-            "temperature",
-            "a finite number >= 0",
-            [float("nan"), float("inf"), -0.1, -1, True, "0.7", None, 1j, [0.5], 10**400],
-        ),
+        ("max_tokens", "an integer from 1 to 2147483647", [0, -1, *NO_INTEGERS]),
+        ("temperature", "a finite number >= 0", [-0.1, -1, None, *NO_NUMBERS]),
         ("seed", "an integer from -922337203685477", [-(2**63) - 1, 2**63, 0.5, True, "1"]),
-        ("ignore_eos", "True or False", [0, 1, None, "yes"]),
-        ("n", "an integer from 1 to 16384", [0, -1, 16385, 1.0, True, None, "2"]),
-        ("top_k", "an integer >= -1", [-2, -100, 5.0, True, None, "5"]),
-        ("top_p", "from 0 to 1", [-0.1, 1.0001, 2, float("nan"), float("inf"), True, None, "0.9"]),
-        ("min_p", "from 0 to 1", [-0.1, 1.0001, float("nan"), -float("inf"), False, None, "0"]),
-        ("min_tokens", "an integer from 0 to 64", [-1, 65, 0.0, True, None, "1"]),
-        ("presence_penalty", "from -2 to 2", [-2.01, 2.01, float("nan"), True, None, "1"]),
-        ("frequency_penalty", "from -2 to 2", [-2.01, 2.01, float("inf"), True, None, "1"]),
-        (
-            "repetition_penalty",
-            "a finite number >= 0",
-            [-0.1, float("nan"), float("inf"), True, None, "1", 10**400],
-        ),
-        ("logprobs", "an integer >= -1", [-2, 2.0, True, "3"]),
-        ("prompt_logprobs", "an integer >= -1", [-2, 2.0, False, "3"]),
-        ("prompt_logprob_start", "an integer >= 0", [-1, 2.0, True, None, "3"]),
-        ("truncate_prompt_tokens", "an integer >= -1", [-2, 2.0, True, "3", [3]]),
-        ("include_stop_str_in_output", "True or False", [0, 1, None, "no"]),
-        ("detokenize", "True or False", [0, 1, None, "no"]),
-        ("skip_special_tokens", "True or False", [0, 1, None, "no"]),
-        ("spaces_between_special_tokens", "True or False", [0, 1, None, "no"]),
+        ("n", "an integer from 1 to 16384", [0, 16385, None, 1.0]),
+        ("top_k", "an integer >= -1", [-2, None, 5.0]),
+        ("top_p", "from 0 to 1", [-0.1, 1.0001, None, *NO_NUMBERS]),
+        ("min_p", "from 0 to 1", [-0.1, 1.0001, None]),
+        ("min_tokens", "an integer from 0 to 64", [-1, 65, None]),
+        ("presence_penalty", "from -2 to 2", [-2.01, 2.01, None]),
+        ("frequency_penalty", "from -2 to 2", [-2.01, 2.01, None]),
+        ("repetition_penalty", "a finite number >= 0", [-0.1, None, *NO_NUMBERS]),
+        ("logprobs", "an integer >= -1", [-2, True]),
+        ("prompt_logprobs", "an integer >= -1", [-2, False]),
+        ("prompt_logprob_start", "an integer >= 0", [-1, None]),
+        ("truncate_prompt_tokens", "an integer >= -1", [-2, [3]]),
+        *((name, "True or False", [0, 1, None, "no"]) for name in FLAGS),
         ("output_kind", "a RequestOutputKind", [0, 1, "DELTA"]),
     ],
 )
@@ -184,25 +177,15 @@ def test_what_refuses_zero():
         SamplingParams(truncate_prompt_tokens=0)
 
 
-def test_top_k_of_0_and_minus_1_both_mean_all():
-    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("temperature", Fraction(1, 4), 0.25),
         ("temperature", np.int64(2), 2.0),
-        ("max_tokens", torch.tensor(3), 3),
         ("seed", np.uint8(3), 3),
-        ("top_p", np.float32(0.5), 0.5),
+        ("top_p", Fraction(1, 4), 0.25),
         ("top_p", 1, 1.0),
-        ("min_p", Fraction(1, 4), 0.25),
-        ("repetition_penalty", 2, 2.0),
-        ("presence_penalty", np.int64(1), 1.0),
         ("top_k", np.int32(5), 5),
         ("n", torch.tensor(3), 3),
-        ("logprobs", np.uint8(2), 2),
         ("min_tokens", np.int64(2), 2),
     ],
 )
@@ -275,16 +258,9 @@ def test_logit_bias_takes_token_ids_as_integers_or_digits(value):
     assert params.logit_bias == {5: 1.5, 8: -3.0}
     kinds = [(type(token), type(bias)) for token, bias in params.logit_bias.items()]
     assert kinds == [(int, float)] * 2
-
-
-def test_logit_bias_is_clamped_to_100():
-    bias = SamplingParams(logit_bias={1: 1e9, 2: -1e9, 3: 100, 4: -100, 5: 99.5}).logit_bias
-    assert bias == {1: 100.0, 2: -100.0, 3: 100.0, 4: -100.0, 5: 99.5}
-
-
-@pytest.mark.parametrize("value", [None, {}, [], ()])
-def test_empty_logit_bias_means_none(value):
-    assert not SamplingParams(logit_bias=value).has_rules
+    clamped = SamplingParams(logit_bias={1: 1e9, 2: -1e9, 3: 99.5}).logit_bias
+    assert clamped == {1: 100.0, 2: -100.0, 3: 99.5}
+    assert not any(SamplingParams(logit_bias=empty).has_rules for empty in (None, {}, [], ()))
 
 
 def test_dictionaries_are_read_as_they_were_given():
@@ -302,25 +278,25 @@ def test_dictionaries_are_read_as_they_were_given():
         check(biased)
 
 
+NO_TOKENS = [-1, "-1", "1.0", "one", "", "²", "9" * 5000, 1.0, True, None, 2**31]
+
+
 @pytest.mark.parametrize(
-    "token", [-1, "-1", "1.0", "one", "", "²", "9" * 5000, 1.0, True, None, 2**31]
+    ("value", "message"),
+    [
+        *(({token: 1.0}, "logit_bias token must be an integer from 0 to") for token in NO_TOKENS),
+        *(
+            ({5: bias}, r"logit_bias\[5\] must be a finite number")
+            for bias in (float("nan"), float("inf"), -float("inf"), "1", None, True)
+        ),
+        *(
+            (value, "logit_bias must be a dictionary of token id to")
+            for value in (5, 0.5, "ab c", [5], [(1, 2, 3)], {1, 2})
+        ),
+    ],
 )
-def test_logit_bias_on_a_bad_token_is_refused(token):
-    with pytest.raises(InvalidRequestError, match="^logit_bias token must be an integer from 0 to"):
-        SamplingParams(logit_bias={token: 1.0})
-
-
-@pytest.mark.parametrize("bias", [float("nan"), float("inf"), -float("inf"), "1", None, True])
-def test_logit_bias_must_be_a_finite_number(bias):
-    with pytest.raises(InvalidRequestError, match=r"^logit_bias\[5\] must be a finite number"):
-        SamplingParams(logit_bias={5: bias})
-
-
-@pytest.mark.parametrize("value", [5, 0.5, "ab c", [5], [(1, 2, 3)], {1, 2}])
-def test_logit_bias_must_be_a_dictionary(value):
-    with pytest.raises(
-        InvalidRequestError, match="^logit_bias must be a dictionary of token id to"
-    ):
+def test_a_logit_bias_that_is_refused(value, message):
+    with pytest.raises(InvalidRequestError, match=f"^{message}"):
         SamplingParams(logit_bias=value)
 
 
@@ -335,27 +311,6 @@ def test_stop_strings_need_detokenize():
 )
 def test_temperatures_below_1e_5_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy == greedy
-
-
-def test_clone_is_an_equal_copy_with_checked_changes():
-    params = SamplingParams(**EVERY_FIELD)
-    clone = params.clone()
-    assert clone == params
-    assert clone is not params
-    assert params.clone(top_k=7) == SamplingParams(**{**EVERY_FIELD, "top_k": 7})
-    with pytest.raises(InvalidRequestError, match="^top_k must be"):
-        params.clone(top_k=-7)
-    with pytest.raises(InvalidRequestError, match="no field 'topk'; did you mean 'top_k'"):
-        params.clone(topk=7)
-
-
-@pytest.mark.parametrize("name", ["self", "cls", "args", "kwargs"])
-def test_names_of_python_are_names_like_others(name: str) -> None:
-    """Symptom: TypeError, for the name met that of a parameter."""
-    with pytest.raises(InvalidRequestError, match=f"no field '{name}'"):
-        SamplingParams(**{name: 1})
-    with pytest.raises(InvalidRequestError, match=f"no field '{name}'"):
-        SamplingParams(structured_outputs={name: 1})
 
 
 class Processor:
@@ -429,13 +384,10 @@ def test_did_you_mean_finds_each_misspelt_field(data):
     "wrong",
     [
         lambda: SamplingParams(bad_words=["word"] * 100_000 + [b"bytes"]),
-        lambda: SamplingParams(stop=["word"] * 100_000 + [""]),
         lambda: SamplingParams(stop_token_ids={*range(100_000)}),
         lambda: SamplingParams(logit_bias={"x" * 100_000: 1}),
         lambda: SamplingParams(temperature="x" * 100_000),
         lambda: SamplingParams(max_tokens=-(10**5000)),
-        lambda: SamplingParams(top_p=10**5000),
-        lambda: SamplingParams(ignore_eos=["x"] * 100_000),
         lambda: SamplingParams(**{"x" * 100_000: 1}),
     ],
 )
@@ -443,11 +395,6 @@ def test_messages_are_short_whatever_the_value(wrong):
     with pytest.raises(InvalidRequestError) as raised:
         wrong()
     assert len(str(raised.value)) < 800
-
-
-def test_item_of_a_wrong_type_is_named():
-    with pytest.raises(InvalidRequestError, match=r"with b'bytes' at index 2$"):
-        SamplingParams(bad_words=["one", "two", b"bytes"])
 
 
 def test_an_assignment_to_parameters_says_how_to_copy_them():
@@ -479,19 +426,14 @@ def test_parameters_hold_plain_values_only():
         def __str__(self):
             return "another text"
 
-    class OwnForm(StructuredOutputsParams):
-        pass
-
     class OwnParams(SamplingParams):
         pass
 
     forms = [
         {"choice": list(Color)},
         {"regex": Text("[ab]")},
-        {"json": Text('{"type": "object"}')},
         {"json": {Text("type"): Text("object")}},
-        {"grammar": Text("start: /a/")},
-        OwnForm(regex="[ab]"),
+        type("OwnForm", (StructuredOutputsParams,), {})(regex="[ab]"),
     ]
     for form in forms:
         own = OwnParams(

@@ -33,6 +33,7 @@ assert found() is None
 """
 
 
+@pytest.mark.long
 def test_the_first_engine_of_a_process_is_freed():
     """Symptom: frames that torch keeps in a cycle were frozen, and with them who imported it."""
     subprocess.run([sys.executable, "-c", FIRST], check=True)

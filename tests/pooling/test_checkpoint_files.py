@@ -15,7 +15,14 @@ MODELS = "sentence_transformers.models"
 TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
-DENSE = {"idx": 2, "path": "1_Pooling", "type": "sentence_transformers.models.Dense"}
+DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+FILES = {
+    "modules": "modules.json",
+    "transformer": "sentence_bert_config.json",
+    "pooling": "1_Pooling/config.json",
+    "dense": "2_Dense/config.json",
+    "prompts": "config_sentence_transformers.json",
+}
 
 
 def pooled(**fields: Any) -> dict[str, Any]:
@@ -23,32 +30,32 @@ def pooled(**fields: Any) -> dict[str, Any]:
     return {"modules": [TRANSFORMER, POOLING], "pooling": fields}
 
 
+def dense(**fields: Any) -> dict[str, Any]:
+    """Return files with a Dense of these fields."""
+    sizes = {"in_features": 8, "out_features": 8}
+    return {"modules": [TRANSFORMER, POOLING, DENSE], "dense": {**sizes, **fields}}
+
+
 def read(
-    path: Path,
-    *,
-    modules: Any = None,
-    pooling: Any = None,
-    prompts: Any = None,
-    config: dict[str, Any] | None = None,
-    model: str = "model",
+    path: Path, *, config: dict[str, Any] | None = None, model: str = "model", **files: Any
 ) -> PoolingSettings:
     """Return the settings of a checkpoint with these files; None: it lacks the file."""
-    (path / "1_Pooling").mkdir(exist_ok=True)
-    files = {
-        "modules.json": modules,
-        "1_Pooling/config.json": pooling,
-        "config_sentence_transformers.json": prompts,
-    }
-    for name, value in files.items():
-        if value is None:
-            (path / name).unlink(missing_ok=True)
+    for name, place in FILES.items():
+        (path / place).parent.mkdir(exist_ok=True)
+        if files.get(name) is None:
+            (path / place).unlink(missing_ok=True)
         else:
-            (path / name).write_text(json.dumps(value))
+            (path / place).write_text(json.dumps(files[name]))
     return read_settings(Checkpoint(path, config or {}, {}), model)
+
+
+PLAIN = pooled()
 
 
 def test_without_files_the_last_state_is_normalised(tmp_path: Path) -> None:
     assert read(tmp_path) == PoolingSettings(pooling="last", normalize=True, similarity="cosine")
+    for stored, pooling in ((0, "last"), (1, "mean"), (2, "cls"), (3, "last")):  # of a GGUF file
+        assert read(tmp_path, config={"pooling_type": stored}).pooling == pooling
 
 
 @pytest.mark.parametrize(
@@ -102,9 +109,18 @@ def test_rerankers(tmp_path: Path) -> None:
         ({"modules": [POOLING]}, "the modules Pooling are not supported"),
         ({"modules": [TRANSFORMER, NORMALIZE, POOLING]}, "Normalize, Pooling are not supported"),
         ({"modules": []}, "a list of 1 to 32 modules"),
+        (pooled(in_features=8), "in_features: this field is not"),
+        (dense(use_residual=True), "use_residual: .*, got True"),
+        (dense(activation_function="my.Act"), "activation_function: .*, got 'my.Act'"),
+        (dense(module_input_name="token_embeddings"), "module_input_name: .*, got 'token_emb"),
+        ({**PLAIN, "transformer": {"query_length": 8}}, "query_length: .*, got 8"),
         (
-            {"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {"in_features": 8}},
-            "in_features: this field is not",
+            {**PLAIN, "transformer": {"model_args": {"a": 1}}},
+            "model_args.a.*: input should be 'trust_remote_code'",
+        ),
+        (
+            {**PLAIN, "transformer": {"processing_kwargs": {"text": {}}}},
+            "processing_kwargs.text.*chat_template",
         ),
         ({"modules": [{**POOLING, "path": "../other"}]}, "path '../other' must be a folder"),
         ({"modules": [{**POOLING, "path": "/etc"}]}, "path '/etc' must be a folder"),
@@ -162,7 +178,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.lists(MODULE, max_size=3).map(lambda given: [TRANSFORMER, *given]) | JSON, SETTINGS, SETTINGS

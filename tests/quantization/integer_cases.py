@@ -110,6 +110,15 @@ CASES: dict[str, Case] = {
     "AWQ g64": awq(64),
     "AWQ channel": awq(-1),
 }
+BY_LAYOUT = {
+    "packed": "W4A16 g32 asymmetric",
+    "ordered": "W4A16 g64 group order",
+    "bytes": "W4A8 bytes",
+    "GPTQ": "GPTQ desc_act",
+    "GPTQ v1": "GPTQ",
+    "AWQ": "AWQ g64",
+}
+"""One case of each layout."""
 WIDENED = ("W4A16 g16",)
 """The cases that no kernel holds."""
 LATENT = {

@@ -13,8 +13,6 @@ from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.pieces import SmallLinear, TensorRows
 from nanovllm.loading.loader import load_weights
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
 from tests.kernels.cpu.helpers import make_int_method
 from tests.quantization.float_checkpoints import compress, scheme_of
 
@@ -30,14 +28,6 @@ class Fp4:
 
     def quantized(self, matrix, names):
         return QuantizedFp4(self.layout, matrix)
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, size):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
-
-    return become
 
 
 def write(path, shapes, preset):

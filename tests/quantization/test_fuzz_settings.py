@@ -22,16 +22,9 @@ from tests.loading.test_fuzz_checkpoint import (
 from tests.models.comparison import run_in_chunks
 from tests.quantization import quantised
 from tests.quantization.float_checkpoints import make_compressed, make_modelopt, scheme_of
-from tests.quantization.integer_cases import CASES
+from tests.quantization.integer_cases import BY_LAYOUT, CASES
 
-INTEGERS = {
-    "packed": "W4A16 g32 asymmetric",
-    "ordered": "W4A16 g64 group order",
-    "bytes": "W4A8 bytes",
-    "GPTQ": "GPTQ desc_act",
-    "AWQ": "AWQ g64",
-}
-FORMATS = [*INTEGERS, "NVFP4", "FP8", "ModelOpt NVFP4"]
+FORMATS = [*BY_LAYOUT, "NVFP4", "FP8", "ModelOpt NVFP4"]
 WORDS = ["group", "channel", "tensor", "float", "re:.*", "Linear", "static", "gptq_v2", "NVFP4"]
 VALUES = [*map(json.dumps, WORDS), *(text for text in SPECIAL if len(text) < 2000)]
 MAX_CPU_SECONDS = 2.0
@@ -62,7 +55,7 @@ def objects(value):
 def sound(random_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz_settings")
     model = make_checkpoint(path / "model", **quantised.SIZES)
-    found = {k: quantised.write(model, path / k, *CASES[name])[0] for k, name in INTEGERS.items()}
+    found = {k: quantised.write(model, path / k, *CASES[name])[0] for k, name in BY_LAYOUT.items()}
     found["NVFP4"] = make_compressed(random_model, path / "NVFP4", scheme_of("NVFP4"))[0]
     found["FP8"] = make_compressed(random_model, path / "FP8", scheme_of("FP8_DYNAMIC"))[0]
     found["ModelOpt NVFP4"] = make_modelopt(random_model, path / "MN", "NVFP4")[0]

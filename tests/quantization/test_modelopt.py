@@ -6,8 +6,7 @@ import pytest
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.quantization.modelopt import ModelOpt
-from nanovllm.features.quantization.names import ModuleList
-from nanovllm.features.quantization.settings import kv_scheme
+from nanovllm.features.quantization.settings import ModuleList, kv_scheme
 from nanovllm.features.quantization.weight_formats import checkpoint_format
 
 LINEAR = "model.layers.1.mlp.up_proj"

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm.errors import ConfigError, UnsupportedModelError
-from nanovllm.features.quantization.mxfp4 import Mxfp4Format
+from nanovllm.features.quantization.fp4 import Mxfp4Format
 from nanovllm.features.quantization.weight_formats import checkpoint_format, expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers import linear as linear_module

@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.features.quantization.integer import IntWeight
-from nanovllm.features.quantization.names import Names
-from nanovllm.features.quantization.quantized_fields import Field
 from nanovllm.features.quantization.quantized_fp8 import Fp8Format
 from nanovllm.features.quantization.weight_formats import store_as
 from nanovllm.kernels.torch_kernels import TORCH
@@ -22,54 +20,43 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.loading.loader import load_weights
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
 from tests.checkpoints import copy_checkpoint, make_fp8_checkpoint, to_fp8
 
 PROMPTS = [[1, 2, 3], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def model_of(names, rows, columns, scale_name="weight_scale_inv"):
+def model_of(names, rows, columns):
     """Return random tensors of a checkpoint, and the dequantised weights by name."""
     generator = torch.Generator().manual_seed(0)
     tensors, expected = {}, {}
     for name, shape in names.items():
         weight = torch.randn(shape, generator=generator)
-        tensors[f"{name}.weight"], scales, expected[name] = to_fp8(
-            weight, rows, columns or shape[1]
-        )
-        tensors[f"{name}.{scale_name}"] = scales
+        tensors[f"{name}.weight"], scales, expected[name] = to_fp8(weight, rows, columns)
+        tensors[f"{name}.weight_scale_inv"] = scales
     return tensors, expected
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, size):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
-
-    return become
-
-
-def expect_fp8(module, prefix, fp8, *excluded):
-    """Prepare `module`, at path `prefix` of a model, for FP8."""
+def expect_fp8(module, prefix, block, *excluded):
+    """Prepare `module`, at path `prefix` of a model, for FP8 in blocks; return the model."""
     parent, name = prefix.split(".")
     model = torch.nn.ModuleDict({parent: torch.nn.ModuleDict({name: module})})
-    store_as(model, Fp8Format(fp8, Names(excluded, "ignore")))
+    sizes = {"activation_scheme": "dynamic", "weight_block_size": list(block)}
+    store_as(model, Fp8Format({**sizes, "ignored_layers": list(excluded)}))
+    return model
 
 
-def load(module, path, fp8):
+def load(module, path, block):
     """Load `module` from the file at `path`; return its dequantised weight in float64."""
-    model = torch.nn.ModuleDict({"attn": torch.nn.ModuleDict({"proj": module})})
-    store_as(model, Fp8Format(fp8, Names((), "ignore")))
+    model = expect_fp8(module, "attn.proj", block)
     assert module.weight.is_meta
     load_weights(model, [path], progress=False)
     method = module.quantized.method(torch.float32, TORCH)
     return method.embedding(torch.arange(module.output_size)).double()
 
 
-# Blocks of 8 x 16 divide all shapes below, blocks of 5 x 7 none. None: a scale for each row.
-FORMATS = pytest.mark.parametrize(("rows", "columns"), [(8, 16), (5, 7), (1, None)])
+# Blocks of 8 x 16 divide all shapes below, blocks of 5 x 7 none.
+FORMATS = pytest.mark.parametrize(("rows", "columns"), [(8, 16), (5, 7)])
 
 
 @FORMATS
@@ -81,11 +68,7 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
     for rank in range(size):
         as_rank(rank, size)
         layer = QKVParallelLinear(48, 8, 2, 8, bias=False)
-        loaded = load(
-            layer,
-            tmp_path / "model.safetensors",
-            Field("weight_scale_inv", torch.float32, columns, outputs=rows),
-        )
+        loaded = load(layer, tmp_path / "model.safetensors", (rows, columns))
         ours = torch.cat([weight.chunk(size)[rank] for weight in expected.values()])
         assert torch.allclose(loaded, ours, rtol=1e-6)
 
@@ -95,30 +78,27 @@ def test_every_part_has_its_own_blocks(rows, columns, size, as_rank, tmp_path):
 def test_inputs_are_split_with_their_blocks(rows, columns, size, as_rank, tmp_path):
     if size == 2 and columns == 7:
         columns = 8  # 7 does not divide a rank's columns
-    tensors, expected = model_of({"attn.proj": (20, 96)}, rows, columns, "weight_scale")
+    tensors, expected = model_of({"attn.proj": (20, 96)}, rows, columns)
     save_file(tensors, tmp_path / "model.safetensors")
     for rank in range(size):
         as_rank(rank, size)
         layer = RowParallelLinear(96, 20, bias=False)
-        fp8 = Field("weight_scale", torch.float32, columns, outputs=rows)
-        loaded = load(layer, tmp_path / "model.safetensors", fp8)
+        loaded = load(layer, tmp_path / "model.safetensors", (rows, columns))
         assert torch.allclose(loaded, expected["attn.proj"].chunk(size, 1)[rank], rtol=1e-6)
 
 
 def test_ranks_do_not_cut_blocks_of_inputs(as_rank):
     as_rank(1, 2)
-    fp8 = Field("weight_scale_inv", torch.float32, 32, outputs=32)
     rule = r"tensor_parallel_size 2 cuts mlp.down.weight \(64, 96\) within a group of 32 inputs"
     with pytest.raises(ConfigError, match=rule):
-        expect_fp8(RowParallelLinear(96, 64, bias=False), "mlp.down", fp8)
+        expect_fp8(RowParallelLinear(96, 64, bias=False), "mlp.down", (32, 32))
 
 
 def test_linears_computed_as_one_are_excluded_as_one():
     layer = MergedColumnParallelLinear(64, {"gate": 96, "up": 96}, bias=False)
-    scale = Field("weight_scale_inv", torch.float32, 8, outputs=8)
     with pytest.raises(UnsupportedModelError, match=r"mlp.gate, mlp.up are computed as one"):
-        expect_fp8(layer, "mlp.gate_up", scale, "mlp.up")
-    expect_fp8(layer, "mlp.gate_up", scale, "mlp")
+        expect_fp8(layer, "mlp.gate_up", (8, 8), "mlp.up")
+    expect_fp8(layer, "mlp.gate_up", (8, 8), "mlp")
     assert layer.weight.dtype == torch.float32
     assert layer.quantized is None
 
@@ -145,8 +125,12 @@ def test_an_fp8_checkpoint_gives_the_tokens_of_the_dequantised_one(kind, checkpo
     fp8, dequantised = checkpoints[kind]
     expected = tokens(make_llm(dequantised))
     assert tokens(make_llm(fp8)) == expected
-    if kind == "blocks":
-        assert tokens(make_llm(fp8, tensor_parallel_size=2)) == expected
+
+
+@pytest.mark.long
+def test_two_ranks(checkpoints, make_llm):
+    fp8, dequantised = checkpoints["blocks"]
+    assert tokens(make_llm(fp8, tensor_parallel_size=2)) == tokens(make_llm(dequantised))
 
 
 def test_the_weights_in_16_bits_are_rounded_if_the_user_asks(checkpoints, make_llm):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import ConfigError
 from nanovllm.features.quantization.weight_formats import expect_format
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.layers.linear import (
@@ -13,8 +13,6 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.loading.loader import load_weights
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
 from tests.quantization.integer_cases import CASES, awq, case, gptq
 
 PACKED = "pack-quantized"
@@ -30,14 +28,6 @@ ORDERED = {
     "packed": case(PACKED, 4, 32, actorder="group"),
     "GPTQ": gptq(4, 32, symmetric=False, desc_act=True),
 }
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    def become(rank, size):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, size))
-
-    return become
 
 
 def write(path, shapes, layout):
@@ -172,12 +162,3 @@ def test_scales_beyond_float16(number, tmp_path):
     assert ("kept in 4 bits" in stored.description) == (number != 1.0)
     if number == 1.0:
         assert "16 bits do not hold its scales exactly" in stored.description
-
-
-def test_a_bias_that_is_not_zero_is_refused(tmp_path):
-    layout, path = LAYOUTS["GPTQ"], tmp_path / "model.safetensors"
-    fields, _ = layout[0]("attn.proj", torch.randn(32, 64))
-    fields["bias"] += 1
-    save_file({f"attn.proj.{key}": value.contiguous() for key, value in fields.items()}, path)
-    with pytest.raises(CheckpointError, match=r"attn\.proj\.bias is not zero"):
-        load(RowParallelLinear(64, 32, bias=False), path, layout)

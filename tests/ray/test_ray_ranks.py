@@ -91,6 +91,7 @@ def make_two_nodes() -> Iterator[Callable[[], LLM]]:
         llm.shutdown()
 
 
+@pytest.mark.long
 def test_two_nodes_give_the_tokens_of_one_process(
     ray_cluster: Any, make_two_nodes: Any, make_llm: Any
 ) -> None:
@@ -104,14 +105,6 @@ def test_two_nodes_give_the_tokens_of_one_process(
         outputs = llm.generate(["What is a block table?"] * 3, params, use_tqdm=False)
         expected = alone.generate(["What is a block table?"] * 3, params, use_tqdm=False)
         assert token_ids(outputs) == token_ids(expected)
-
-
-def test_logits_processors_cannot_go_to_another_process(
-    ray_cluster: Any, make_two_nodes: Any
-) -> None:
-    params = SamplingParams(logits_processors=[lambda _, logits: logits])
-    with pytest.raises(InvalidRequestError, match="run in this process"):
-        make_two_nodes().generate("x", params, use_tqdm=False)
 
 
 @pytest.mark.long
@@ -146,7 +139,6 @@ def test_a_node_with_another_version_of_the_model_is_refused(tmp_path: Path, cha
         _find_networks(elsewhere, found, "node 1")
 
 
-@pytest.mark.long
 def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
     llm = LLM(MODEL, **ONE_RANK)
     ranks = processes(llm)
@@ -154,28 +146,12 @@ def test_one_rank_ends_with_its_engine(nothing_left: Any) -> None:
     used = shared_memory(ranks)
     assert len(llm.generate([[1]], SHORT, use_tqdm=False)[0].token_ids) == 40
     llm.engine.executor.check_health()
+    params = SamplingParams(logits_processors=[lambda _, logits: logits])
+    with pytest.raises(InvalidRequestError, match="run in this process"):
+        llm.generate("x", params, use_tqdm=False)
     del llm
     gc.collect()
     nothing_left(ranks, used)
-
-
-@pytest.mark.long
-def test_a_killed_actor_raises_and_leaves_nothing(nothing_left: Any, make_llm: Any) -> None:
-    llm = make_llm(MODEL, **ONE_RANK)
-    ranks = processes(llm)
-    used = shared_memory(ranks)
-    (place,) = llm.engine.executor.ranks.places
-    threading.Timer(0.5, ranks[0].kill).start()
-    start = time.monotonic()
-    lost = f"nanovllm-rank0, process {place.pid} on node {place.address} .{place.node_id[:8]}"
-    with pytest.raises(EngineDeadError, match=lost):
-        generate_forever(llm)
-    assert time.monotonic() - start < 10.5
-    nothing_left(ranks, used)
-    with pytest.raises(EngineDeadError):
-        llm.generate([[1]], LONG, use_tqdm=False)
-    for _ in range(2):
-        llm.shutdown()
 
 
 def test_without_room_the_error_says_what_is_needed(
@@ -204,10 +180,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "size"),
-    [pytest.param(signal.SIGINT, 1, marks=pytest.mark.long), (signal.SIGKILL, 2)],
-)
+@pytest.mark.parametrize(("number", "size"), [(signal.SIGINT, 1), (signal.SIGKILL, 2)])
 def test_ctrl_c_and_death_of_the_driver_end_the_ranks(
     ray_cluster: Any,
     nothing_left: Any,
@@ -253,12 +226,17 @@ def test_a_killed_node_raises_and_leaves_nothing(ray_cluster: Any, make_two_node
     kill = functools.partial(ray_cluster.remove_node, allow_graceful=False)
     threading.Timer(0.5, kill, (nodes[place.node_id],)).start()
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=f"nanovllm-rank{rank}, .*{place.node_id[:8]}"):
+    lost = f"nanovllm-rank{rank}, process {place.pid} on node {place.address} .{place.node_id[:8]}"
+    with pytest.raises(EngineDeadError, match=lost):
         generate_forever(llm)
     assert time.monotonic() - start < 10.5
     wait_until(lambda: not any(rank.is_running() for rank in ranks), 10)
     assert not placement_groups()
     assert not used & {entry.inode() for entry in os.scandir("/dev/shm")}
+    with pytest.raises(EngineDeadError):
+        llm.generate([[1]], LONG, use_tqdm=False)
+    for _ in range(2):
+        llm.shutdown()
     ray_cluster.add_node(**NODE)
 
 

@@ -11,11 +11,18 @@ import pytest
 from nanovllm import errors
 from nanovllm.apps.batch.batch_options import BatchOptions
 from nanovllm.apps.batch.job import run_job
-from nanovllm.apps.batch.rows import InputRow
-from nanovllm.apps.batch.sources import open_source
+from nanovllm.apps.batch.rows import InputRow, Source
 from nanovllm.apps.cli import main as cli
 from nanovllm.errors import ConfigError, EngineDeadError
-from tests.batch.helpers import FLAGS, questions, read_rows, row_options, run, write_rows
+from tests.batch.helpers import (
+    FLAGS,
+    questions,
+    read_rows,
+    row_options,
+    run,
+    text_row,
+    write_rows,
+)
 
 ray = pytest.importorskip("ray")
 
@@ -32,31 +39,33 @@ class Exiting(RowActor):
 
     async def answer(self, row: InputRow) -> bytes:
         """Return the output of a row."""
-        if row.fields.get("prompt") == "poison":
+        if row.fields.get("custom_id") == "poison":
             os._exit(1)
         return await super().answer(row)
 
 
+@pytest.mark.long
 def test_dying_actors_change_nothing(
     tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that ends every engine gets an error, and no row beside it."""
     monkeypatch.setattr(row_pool, "RowActor", Exiting)
-    rows = [*questions(6), {"prompt": "poison"}, *questions(6), "{bad"]
+    rows = [*questions(12), "{bad"]
+    rows.insert(6, text_row("poison", "A"))
     source, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     engine = {"max_model_len": 256, "num_kvcache_blocks": 512, "max_num_seqs": 1}
     options = row_options(engine_options=engine)
     finished = run_job(
-        open_source(source),
+        Source(source),
         output,
         options,
         lambda: RayPool(options, 2, actor_options=ONE_CPU),
     )
     assert finished.num_failed == 2
-    rows[6] = {"prompt": 5}
+    rows[6] = {"custom_id": "poison"}
     run(write_rows(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl", engine_options=engine)
     found, expected = read_rows(output), read_rows(tmp_path / "whole.jsonl")
-    assert "died while it computed this row" in found.pop(6)["error"]
+    assert "died while it computed this row" in found.pop(6)["error"]["message"]
     del expected[6]
     assert found == expected
 
@@ -67,11 +76,11 @@ def test_a_batch_ends_if_no_engine_stays_alive(
 ) -> None:
     monkeypatch.setattr(row_pool, "RowActor", Exiting)
     monkeypatch.setattr(row_pool, "_MAX_FRUITLESS_DEATHS", 0)
-    source = write_rows(tmp_path / "in.jsonl", [{"prompt": "poison"}] * 3)
+    source = write_rows(tmp_path / "in.jsonl", [text_row("poison", "A")])
     options = row_options()
     with pytest.raises(EngineDeadError, match="1 workers died before a row was done"):
         run_job(
-            open_source(source),
+            Source(source),
             tmp_path / "out.jsonl",
             options,
             lambda: RayPool(options, 1, actor_options=ONE_CPU),
@@ -90,7 +99,7 @@ def test_errors_of_engines_reach_the_driver(ray_cluster: Any) -> None:
 
 def test_the_command_joins_a_cluster(tmp_path: Path, ray_cluster: Any) -> None:
     source = write_rows(tmp_path / "in.jsonl", questions(3))
-    command = ["batch", str(source), str(tmp_path / "out.jsonl"), *FLAGS, "--max-tokens", "6"]
+    command = ["batch", str(source), str(tmp_path / "out.jsonl"), *FLAGS]
     flags = ["--ray-address", ray_cluster.address, "--worker-options", '{"num_cpus": 1}']
     assert cli.main([*command, *flags]) == 0
     run(source, tmp_path / "whole.jsonl")

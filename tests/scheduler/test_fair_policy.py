@@ -199,71 +199,11 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.first() is None
 
 
-class OneUserMachine(QueueMachine):
-    """With one user the order is (priority, arrival), whatever the costs."""
-
-    users = ("ann",)
-
-    @invariant()
-    def goes_by_priority_and_arrival(self) -> None:
-        expected = min(self.queued, key=lambda seq: (seq.priority, seq.seq_id), default=None)
-        assert self.queue.first() is expected
-
-
 QueueMachine.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=40, deadline=None, derandomize=True
-)
-OneUserMachine.TestCase.settings = settings(
-    max_examples=examples(50), stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(60), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestQueue = QueueMachine.TestCase
-
-TestOneUser = OneUserMachine.TestCase
-
-
-@settings(deadline=None, derandomize=True)
-@given(cost=COST, others=st.lists(COST, min_size=1, max_size=4), num_before=st.integers(0, 30))
-def test_new_user_waits_for_its_cost_and_one_sequence_of_each_other(
-    cost: int, others: list[int], num_before: int
-) -> None:
-    queue = FairPolicy()
-    for seq_id in range(40 * len(others)):
-        user = seq_id % len(others)
-        queue.push(make_seq(seq_id, others[user], f"other {user}"))
-    for _ in range(num_before):
-        pop(queue)
-    new = make_seq(100_000, cost, "new")
-    queue.push(new)
-    paid: Counter[str] = Counter()
-    while (seq := pop(queue)) is not new:
-        paid[seq.user] += seq.max_num_tokens
-    assert all(paid[f"other {i}"] <= cost + largest for i, largest in enumerate(others))
-
-
-def test_users_share_tokens_and_not_requests() -> None:
-    queue = FairPolicy()
-    for seq_id in range(400):
-        queue.push(make_seq(seq_id, *((10, "small") if seq_id % 2 else (50, "large"))))
-    paid = Counter[str]()
-    for _ in range(120):
-        seq = pop(queue)
-        paid[seq.user] += seq.max_num_tokens
-        assert abs(paid["small"] - paid["large"]) <= 50
-    assert paid["small"] == paid["large"] == 1000
-
-
-def test_one_request_is_not_behind_a_thousand_of_another_user() -> None:
-    """Symptom: one user with 1,000 requests starves another with one."""
-    engine = FakeEngine(max_num_seqs=2)
-    for _ in range(1000):
-        engine.add([1, 2], max_tokens=2, user="many")
-    for _ in range(3):
-        engine.step()
-    one = engine.add([2, 3], max_tokens=2, user="one")
-    engine.step_until(lambda: one.was_admitted)
-    assert len(engine.admitted) < 10
-    engine.step_until(lambda: one.is_finished)
 
 
 def test_late_user_is_not_preempted_for_what_others_sent_before() -> None:
@@ -301,7 +241,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(before=PROMPTS, num_steps=st.integers(0, 12), new=PROMPTS, queue_depth=st.integers(0, 1))
 def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     before: list[tuple[int, int, str]],
@@ -330,7 +270,7 @@ def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     engine.run()
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=6)
 @given(
     length=st.integers(1, 200),
     budget=st.integers(2, 16),
@@ -386,16 +326,3 @@ def test_cost_of_each_operation_does_not_grow_with_the_queue(num_users: int) -> 
         ]
 
     assert costs(num_waiting=5_000) == costs(num_waiting=200)
-
-
-def test_many_aborts_leave_no_memory() -> None:
-    queue = FairPolicy()
-    queue.push(make_seq(0, 10, "patient"))
-    for seq_id in range(1, 3_000):
-        seq = make_seq(seq_id, 10, f"user {seq_id}", priority=seq_id % 7)
-        queue.push(seq)
-        queue.remove(seq)
-    (level,) = queue._levels.values()
-    assert len(level._turns._entries) < 50
-    assert len(queue._priorities._entries) < 50
-    assert [seq.seq_id for seq in sequences_of(queue)] == [0]

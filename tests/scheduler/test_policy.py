@@ -129,20 +129,3 @@ def test_a_fair_share_is_of_the_tokens_used(make: type[Policy], is_fair: bool) -
                 engine.abort(seq)
     early = sum(engine.sequences[seq_id].user == "early" for seq_id in engine.admitted)
     assert (early >= 25) == is_fair, early
-
-
-def test_a_fair_share_gives_back_what_was_paid_and_no_more() -> None:
-    """Symptom: payments are forgotten when nobody waits, but those who run still get change."""
-    policy = FairShare()
-    engine = FakeEngine(
-        max_num_seqs=2, max_model_len=100, num_blocks=100, make_policy=lambda: policy
-    )
-    first, second = (
-        engine.add([1] * 8, max_tokens=88, ignore_eos=True, user="user") for _ in range(2)
-    )
-    while len(first.token_ids) < 12:
-        engine.step()
-    used = len(first.token_ids)
-    engine.abort(first)
-    third = engine.add([1] * 8, max_tokens=88, ignore_eos=True, user="user")
-    assert policy.order(third)[1] == used + second.max_num_tokens

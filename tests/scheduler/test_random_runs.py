@@ -1,15 +1,32 @@
-"""Random runs with the scheduler's own options, users and drafts. Imports no torch."""
+"""Random runs with users, salts and drafts, of layers of all kinds. Imports no torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import (
-    settings,
-)
-from hypothesis.stateful import rule
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import initialize, rule
 
-from nanovllm.testing.random_runs import INDEX, PROMPT, USERS, SchedulerMachine, steady_clock
+from nanovllm.core.worker_info import WindowSpec, pages_for
+from nanovllm.testing.fake_engine import FakeEngine, random_guesses
+from nanovllm.testing.random_runs import (
+    INDEX,
+    PROMPT,
+    USERS,
+    SchedulerMachine,
+    make_controller,
+    steady_clock,
+)
 from tests.every_case import examples
+
+WINDOWS = st.lists(
+    st.builds(WindowSpec, st.sampled_from([1, 2, 3, 5, 8, 12, 40]), st.integers(1, 3)),
+    min_size=1,
+    max_size=2,
+)
+LAYERS = st.fixed_dictionaries({"windows": st.just([]) | WINDOWS}) | st.fixed_dictionaries(
+    {"state_pages": st.integers(1, 6), "snapshot_interval": st.sampled_from([1, 4, 8, 1000])}
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -18,15 +35,10 @@ def clock() -> Iterator[None]:
         yield
 
 
-class UsersMachine(SchedulerMachine):
-    """The same with users who take turns, and with salts that separate their cached blocks."""
-
-    users = USERS
-    salts = (None, "salt", None, "other salt")
-
-
 class HitsMachine(SchedulerMachine):
-    """The same with users and few salts; some prompts want log-probabilities from a token on."""
+    """Users take turns, and salts separate their cached blocks. Some prompts want log-probabilities
+    from a token on.
+    """
 
     users = USERS
     salts = (None, None, None, "salt")
@@ -41,30 +53,62 @@ class HitsMachine(SchedulerMachine):
             prompt_logprob_start=start % len(prompt),
         )
 
-
-class SpeculationMachine(SchedulerMachine):
-    """The same with a worker that proposes draft tokens, right and wrong ones.
-
-    A controller sets how many, and the worker may propose fewer.
-    """
-
-    with_drafts = True
+    @rule()
+    def reset(self) -> None:
+        manager = self.engine.manager
+        if manager.reset_prefix_cache():
+            assert manager.trie.nodes == {}
+            assert self.engine.states is None or self.engine.states._snapshots == {}
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=examples(250), stateful_step_count=40, deadline=None, derandomize=True
+class LayersMachine(HitsMachine):
+    """The same with windows or states, and with right and wrong drafts or none."""
+
+    @initialize(
+        max_model_len=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        layers=LAYERS,
+        num_spare_blocks=st.sampled_from([0, 1, 3, 6, 12, 30]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, 40),
+        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        queue_depth=st.sampled_from([0, 0, 1, 1, 2, 4]),
+        seed=st.integers(0, 2**32),
+        with_drafts=st.booleans(),
+        follows_drafts=st.booleans(),
+    )
+    def start(  # type: ignore[override]
+        self,
+        max_model_len: int,
+        block_size: int,
+        layers: dict[str, Any],
+        num_spare_blocks: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        with_drafts: bool,
+        follows_drafts: bool,
+        **options: Any,
+    ) -> None:
+        windows, state_pages = tuple(layers.get("windows", ())), layers.get("state_pages", 0)
+        num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
+        self.engine = FakeEngine(
+            num_blocks=num_pages + state_pages + num_spare_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=frozenset(eos_token_ids),
+            propose=random_guesses(seed) if with_drafts else None,
+            controller=make_controller(seed) if with_drafts else None,
+            follows_drafts=follows_drafts and not state_pages,
+            **{**layers, "windows": windows},
+            **options,
+        )
+
+
+LayersMachine.TestCase.settings = settings(
+    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
 )
 
-UsersMachine.TestCase.settings = settings(
-    max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True
-)
-
-SpeculationMachine.TestCase.settings = settings(
-    max_examples=examples(200), stateful_step_count=40, deadline=None, derandomize=True
-)
-
-TestScheduler = SchedulerMachine.TestCase
-
-TestUsers = UsersMachine.TestCase
-
-TestSpeculation = SpeculationMachine.TestCase
+TestLayers = LayersMachine.TestCase

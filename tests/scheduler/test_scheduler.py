@@ -4,7 +4,6 @@ Imports no torch.
 """
 
 import gc
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,14 +18,9 @@ from nanovllm.core.messages import StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.testing.fake_engine import (
     FakeEngine,
-    draft_counts,
-    oracle,
-    output_of,
-    prompt_that_ends_with,
 )
 from nanovllm.testing.invariants import check_scheduler
 
@@ -57,34 +51,6 @@ def test_identical_prompts_in_one_step_share_no_block(queue_depth: int) -> None:
     assert [seq.num_cached_tokens for seq in [*twins, third]] == [0, 0, 4]
 
 
-def test_no_hit_on_a_prefix_in_flight() -> None:
-    """Symptom: a prompt hits blocks of a step in flight, which may still fail."""
-    engine = FakeEngine(queue_depth=1)
-    prompt = [1, 2, 3, 4, 0]
-    engine.add(prompt)
-    engine.launch()
-    early = engine.add(prompt)
-    engine.launch()
-    engine.retire()
-    late = engine.add(prompt)
-    engine.run()
-    assert (early.num_cached_tokens, late.num_cached_tokens) == (0, 4)
-
-
-def test_result_publishes_its_own_step_only() -> None:
-    """Symptom: the result of one chunk publishes blocks of the next, which may still fail."""
-    engine = FakeEngine(queue_depth=1, max_num_batched_tokens=4)
-    prompt = [1, 2, 3, 4, 0, 1, 2, 3]
-    engine.add(prompt)
-    engine.launch()
-    engine.launch()
-    engine.retire()
-    twin = engine.add(prompt)
-    engine.launch()
-    assert twin.num_cached_tokens == 4
-    engine.run()
-
-
 def test_fully_cached_prompt_of_whole_blocks_computes_its_last_one() -> None:
     """Symptom: the row has no tokens to compute, so no hidden state to sample from."""
     engine = FakeEngine(block_size=4)
@@ -111,29 +77,6 @@ def test_outgrowing_the_pool_preempts_the_last(queue_depth: int) -> None:
     engine.run()
     assert engine.preempted == [last.seq_id]
     assert first.num_output_tokens == last.num_output_tokens == 5
-
-
-def test_first_sequence_is_never_preempted() -> None:
-    """Symptom: the only running sequence preempts itself again and again."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    for first in range(3):
-        engine.add([first], max_tokens=100)
-    engine.run()
-    assert 0 not in engine.preempted
-
-
-def test_preempted_sequence_keeps_its_tokens() -> None:
-    """Symptom: after a preemption, the output starts again from the prompt."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    engine.add([1, 2, 3], max_tokens=5)
-    last = engine.add([2, 3, 4], max_tokens=5)
-    engine.step_until(lambda: engine.preempted)
-    before = output_of(last)
-    assert before
-    engine.step_until(lambda: last.table_idx is not None)
-    schedule, _ = engine.launched[-1]
-    assert [new.token_ids for new in schedule.admissions] == [[2, 3, 4, *before]]
-    engine.run()
 
 
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
@@ -166,48 +109,6 @@ def test_max_model_len_is_enforced(num_prompt_tokens: int, queue_depth: int) -> 
     engine.run()
     assert seq.output.finish_reason == "length"
     assert len(seq.token_ids) == 8
-
-
-@DEPTHS
-@pytest.mark.parametrize("eos", [3, 4])
-def test_each_of_several_eos_ids_stops(eos: int, queue_depth: int) -> None:
-    """Symptom: only the first EOS id of generation_config ends a sequence."""
-    eos_token_ids = frozenset({3, 4})
-    engine = FakeEngine(eos_token_ids=eos_token_ids, queue_depth=queue_depth)
-    seq = engine.add(prompt_that_ends_with(eos, eos_token_ids), max_tokens=8)
-    engine.run()
-    assert seq.output.finish_reason == "stop"
-    assert seq.token_ids[-1] == eos
-
-
-@pytest.mark.parametrize("min_tokens", [1, 2, 3])
-def test_stop_token_ends_the_output_from_min_tokens_on(min_tokens: int) -> None:
-    seq = Sequence(0, [1], SamplingParams(max_tokens=9, min_tokens=min_tokens))
-    seq.max_num_tokens, seq.stop_token_ids = 10, frozenset({3})
-    seq.append([3, 3, 3])
-    assert seq.num_output_tokens == min_tokens
-    assert (seq.output.finish_reason, seq.output.stop_reason) == ("stop", 3)
-
-
-def test_ignore_eos_goes_on_to_max_tokens() -> None:
-    """Symptom: outputs of a benchmark end early."""
-    eos_token_ids = frozenset({3})
-    engine = FakeEngine(eos_token_ids=eos_token_ids)
-    seq = engine.add(prompt_that_ends_with(3, eos_token_ids), max_tokens=8, ignore_eos=True)
-    engine.run()
-    assert (seq.num_output_tokens, seq.output.finish_reason) == (8, "length")
-    assert 3 in output_of(seq)[:-1]
-
-
-def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
-    """Symptom: the finish reason is "length" although the sequence ended with EOS."""
-    eos_token_ids = frozenset({3})
-    prompt = prompt_that_ends_with(3, eos_token_ids)
-    output, _ = oracle(prompt, SamplingParams(max_tokens=8), 16, eos_token_ids)
-    engine = FakeEngine(eos_token_ids=eos_token_ids)
-    seq = engine.add(prompt, max_tokens=len(output))
-    engine.run()
-    assert seq.output.finish_reason == "stop"
 
 
 def test_max_num_seqs_counts_residents_in_chunked_prefill() -> None:
@@ -269,94 +170,6 @@ def test_small_requests_do_not_pass_the_head_of_the_queue() -> None:
     assert engine.admitted == [0, 1, 2]
 
 
-def test_lower_priority_value_is_admitted_first() -> None:
-    """Symptom: the scheduler ignores priorities."""
-    engine = FakeEngine(max_num_seqs=1)
-    for priority in (1, 0, 0, -1):
-        engine.add([1, 2], priority=priority)
-    engine.run()
-    assert engine.admitted == [3, 1, 2, 0]
-
-
-def test_preemption_takes_the_lowest_priority_not_the_latest() -> None:
-    """Symptom: the latest request is preempted, although an earlier one has a lower priority."""
-    engine = FakeEngine(num_blocks=4, block_size=2, max_model_len=8)
-    patient = engine.add([1, 2, 3], max_tokens=5, priority=1)
-    engine.step()
-    urgent = engine.add([2, 3, 4], max_tokens=5, priority=0)
-    engine.run()
-    assert engine.preempted == [patient.seq_id]
-    assert urgent.num_output_tokens == patient.num_output_tokens == 5
-
-
-def test_step_that_preempts_admits_nobody() -> None:
-    """Symptom: blocks that a victim gives up go to a new sequence, which is the next victim."""
-    engine = FakeEngine(num_blocks=11, max_num_batched_tokens=4)
-    victim = engine.add([1] * 12, max_tokens=1, priority=5)
-    engine.step()
-    engine.add([2] * 3, max_tokens=8)
-    prompt = engine.add([3] * 5, max_tokens=1)
-    engine.step()
-    engine.step()
-    waiting = engine.add([4] * 2, max_tokens=1, priority=5, user="other")
-    schedule = engine.launch()
-    assert schedule is not None
-    assert engine.preempted == [victim.seq_id]
-    assert not prompt.is_queued  # its last token is in this step, which has room for two more
-    assert schedule.num_tokens == 2
-    assert schedule.admissions == []
-    engine.retire()
-    engine.step()
-    assert waiting.was_admitted
-    engine.run()
-
-
-def test_aborted_waiting_request_is_never_admitted() -> None:
-    """Symptom: an aborted request is still admitted, or blocks the requests behind it."""
-    engine = FakeEngine(max_num_seqs=1)
-    engine.add([1, 2])
-    waiting = engine.add([2, 3])
-    engine.add([3, 4])
-    engine.step()
-    engine.abort(waiting)
-    assert engine.scheduler.num_unfinished == 2
-    engine.run()
-    assert engine.admitted == [0, 2]
-    assert output_of(waiting) == []
-
-
-def test_aborted_running_request_frees_its_blocks() -> None:
-    """Symptom: an aborted request keeps its blocks, or its table row."""
-    engine = FakeEngine(max_num_seqs=2)
-    running = engine.add([1, 2, 3])
-    engine.add([2, 3])
-    engine.step()
-    engine.abort(running)
-    assert running.table_idx is None
-    assert running.kv.block_table == []
-    check_scheduler(engine.scheduler)
-    engine.run()
-    assert running.num_output_tokens == 1
-
-
-def test_result_of_an_aborted_request_is_dropped() -> None:
-    """Symptom: the token of an aborted request raises an error, or goes to another request."""
-    engine = FakeEngine(queue_depth=1, block_size=1)
-    aborted = engine.add([1, 2, 3])
-    other = engine.add([2, 3])
-    engine.launch()
-    engine.launch()
-    engine.abort(aborted)
-    engine.add([4, 4, 4])
-    engine.launch()  # reuses the aborted one's blocks, after the steps in flight
-    for _ in range(3):
-        engine.retire()
-        check_scheduler(engine.scheduler)
-    assert other.num_output_tokens == 3
-    assert output_of(aborted) == []
-    engine.run()
-
-
 def test_a_finished_sequence_may_get_another_reason() -> None:
     """Symptom: a stop string in the last allowed token is told as "length", or frees twice."""
     engine = FakeEngine()
@@ -391,51 +204,6 @@ def test_aborted_waiting_requests_free_their_memory() -> None:
     check_scheduler(scheduler)
 
 
-def test_order_survives_many_aborts() -> None:
-    """Symptom: dropping aborted requests from the queue changes its order."""
-    engine = FakeEngine(max_num_seqs=1, num_blocks=8)
-    engine.add([0], max_tokens=2)
-    engine.step()
-    priorities = list(range(80))
-    random.Random(0).shuffle(priorities)
-    waiting = [engine.add([1, 2], max_tokens=1, priority=priority) for priority in priorities]
-    for seq in random.Random(1).sample(waiting, 60):
-        engine.abort(seq)
-        check_scheduler(engine.scheduler)
-    engine.run()
-    admitted = [engine.sequences[seq_id].priority for seq_id in engine.admitted[1:]]
-    assert len(admitted) == 20
-    assert admitted == sorted(admitted)
-
-
-@DEPTHS
-def test_schedule_is_none_with_nothing_to_do(queue_depth: int) -> None:
-    """Symptom: an empty step is launched, or the engine loops without work."""
-    engine = FakeEngine(queue_depth=queue_depth)
-    assert engine.launch() is None
-    engine.add([1, 2], max_tokens=1)
-    assert engine.launch() is not None
-    assert engine.launch() is None  # its only token is in flight
-    engine.retire()
-    assert engine.launch() is None
-    engine.run()
-
-
-def test_depth_one_runs_ahead_of_the_tokens() -> None:
-    """Symptom: a step waits for the tokens of the one before, and the device idles."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2], max_tokens=3)
-    schedules = [engine.launch(), engine.launch(), engine.launch(), engine.launch()]
-    assert output_of(seq) == []
-    assert [row[2:5] for schedule in schedules[:3] if schedule for row in schedule.rows] == [
-        (0, 2, True),
-        (2, 1, True),
-        (3, 1, True),
-    ]
-    assert schedules[3] is None
-    engine.run()
-
-
 def test_decode_step_carries_no_tables() -> None:
     """Symptom: each decode step sends token ids or block tables that the worker already has."""
     engine = FakeEngine(block_size=4)
@@ -448,55 +216,6 @@ def test_decode_step_carries_no_tables() -> None:
         engine.retire()
     assert deltas == [(1, []), (0, []), (0, [1]), (0, [])]
     engine.run()
-
-
-def test_failed_step_costs_no_tokens() -> None:
-    """Symptom: requests of a failed step are lost, or continue from KV that was never written."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2, 3], max_tokens=6)
-    other = engine.add([1, 2, 3], max_tokens=6)
-    engine.step()
-    engine.step()
-    known = output_of(seq)
-    assert known
-    engine.worker.is_broken = True
-    engine.launch()
-    engine.retire()  # launched before the failure, so its tokens count
-    engine.retire()
-    assert output_of(seq)[: len(known)] == known
-    assert (seq.table_idx, other.table_idx) == (None, None)
-    assert engine.manager.num_free_blocks == len(engine.manager.blocks)
-    engine.run()
-
-
-def test_failed_launch_leaves_the_step_before_it_alone() -> None:
-    """Symptom: tokens of the step in flight are dropped or counted twice."""
-    engine = FakeEngine(queue_depth=1)
-    seq = engine.add([1, 2, 3], max_tokens=6)
-    engine.launch()
-    engine.launch(fails_to_launch=True)
-    assert seq.table_idx is None
-    assert engine.launch() is None  # its token is still in flight
-    engine.retire()
-    assert seq.num_output_tokens == 1
-    engine.run()
-
-
-@DEPTHS
-def test_row_without_a_token_ends_its_sequence_only(queue_depth: int) -> None:
-    """Symptom: logits that are NaN give tokens without end, or fail the whole step."""
-    engine = FakeEngine(queue_depth=queue_depth)
-    sound, broken, late = (engine.add([first, 2, 3], max_tokens=8) for first in (1, 2, 3))
-    engine.worker.fails_from[late.seq_id] = 0
-    engine.step_until(lambda: broken.num_output_tokens >= 3)
-    engine.worker.fails_from[broken.seq_id] = 0
-    engine.run()
-    assert (late.output.finish_reason, late.output.stop_reason) == ("error", "no token")
-    assert output_of(late) == []
-    assert (broken.output.finish_reason, broken.output.stop_reason) == ("error", "no token")
-    assert broken.num_output_tokens >= 3
-    assert (sound.output.finish_reason, sound.num_output_tokens) == ("length", 8)
-    assert engine.scheduler.stats.num_decode_tokens == 8 + broken.num_output_tokens
 
 
 @DEPTHS
@@ -532,16 +251,6 @@ def test_blocks_that_a_row_begins_and_does_not_fill_are_zeroed() -> None:
     # 10 tokens; 3 more, to the 13th; then one a step, in blocks of 4
     assert zeroed == [[2], [3], [], [], [], [4], [], [], []]
     engine.run()
-
-
-def test_without_a_controller_there_are_no_drafts() -> None:
-    """Symptom: speculation that is off still schedules drafts."""
-    engine = FakeEngine()
-    seq = engine.add([1, 2, 3], max_tokens=3)
-    engine.run()
-    assert all(row.num_draft_tokens == 0 for s, _ in engine.launched for row in s.rows)
-    assert draft_counts(seq) == DraftCounts()
-    assert draft_counts(seq).mean_acceptance_length == 1
 
 
 def num_lines_run(function: Callable[[], object]) -> int:

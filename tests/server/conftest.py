@@ -26,12 +26,12 @@ from openai import OpenAI
 from nanovllm import AsyncLLM, demo_model
 from nanovllm.apps.cli.arguments import parse
 from nanovllm.apps.cli.main import chat, generate, run, serve
-from nanovllm.apps.router import app as router_app, models as router_models
+from nanovllm.apps.router import models as router_models, serve as router_serve
 from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.router_options import RouterOptions, read_models
 from nanovllm.apps.router.serve import RouterServer
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.log_setup import Log
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import EngineServer, bound_socket
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
@@ -119,14 +119,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without EVERY_CASE=1, ask routers one question of ten."""
+    """Without EVERY_CASE=1, ask routers one question of thirty."""
     if EVERY_CASE:
         return
     kept, seen = [], 0
     for item in items:
         if hasattr(item, "callspec") and item.callspec.params.get("front") == "router":
             seen += 1
-            if seen % 10:
+            if seen % 30:
                 continue
         kept.append(item)
     items[:] = kept
@@ -188,7 +188,7 @@ def routed(llm: AsyncLLM, given: dict[str, Any]) -> Iterator[Running]:
         models = router_models.Models(
             specs, options, RouterOptions(keep_alive="-1"), directory, log
         )
-        server = RouterServer(router_app.make_app(models, options), models, options, listener)
+        server = RouterServer(router_serve.make_app(models, options), models, options, listener)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
@@ -246,7 +246,6 @@ class ServingThread(threading.Thread):
         return 0
 
     def terminate(self) -> None:
-        assert self._server is not None
         self._server.handle_exit(signal.SIGTERM, None)
 
 

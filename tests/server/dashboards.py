@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -13,14 +12,9 @@ VARIABLES = {"$__rate_interval": "1m", "$model": ".*", "$job": ".*"}
 """What Grafana would put in their place."""
 
 
-def board() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / "grafana_board.json").read_text())
-    return found
-
-
 def queries() -> Iterator[str]:
     """Yield every query in PromQL."""
-    for panel in board()["panels"]:
+    for panel in json.loads((FOLDER / "grafana_board.json").read_text())["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"]
             for name, value in VARIABLES.items():

@@ -1,5 +1,6 @@
 """Adapters as models: those of lora_modules, and those that clients load and unload."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,7 +29,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linears = linears_of(demo_model.MODEL)
     for seed, name in enumerate(("a", "b", "../outside")):
         write_adapter(home / name, linears, seed=seed, r=2, size=4.0)
-    os.mkfifo(home / "fifo")
     (home / "waits").mkdir()
     os.mkfifo(home / "waits" / "adapter_config.json")
     (home / "link").symlink_to(home.parent / "outside")
@@ -76,47 +76,43 @@ def test_options_are_checked(adapted: Running, async_llm: AsyncLLM, home: Path) 
         (adapted.state.llm, {"lora_modules": ('{"name": "a"}',)}, '"base_model_name": ...}, got'),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_app(llm, ServerOptions(**options))  # type: ignore[arg-type]
+            make_app(llm, ServerOptions(**options))
 
 
 def test_the_model_of_a_request_selects_an_adapter(adapted: Running, home: Path) -> None:
     """In each route, streamed and whole; the answer has the name and the text of the adapter."""
-    client = adapted.client()
-    cards = {card.id: card for card in client.models.list()}
+    cards = {card["id"]: card for card in adapted.send("/v1/models").body["data"]}
     assert cards.keys() == {"model", "first"}
-    extra = cards["first"].model_extra
-    assert extra is not None
-    assert (extra["parent"], extra["root"]) == ("model", str(home / "a"))
+    assert (cards["first"]["parent"], cards["first"]["root"]) == ("model", str(home / "a"))
     assert adapted.send("/v1/models/first").body["id"] == "first"
     texts: dict[str, set[str]] = {}
+    messages = [{"role": "user", "content": QUESTION}]
     for model in cards:
-        messages: Any = [{"role": "user", "content": QUESTION}]
-        found: Any = client.chat.completions.create(model=model, messages=messages, max_tokens=8)
-        chunks: Any = client.chat.completions.create(
-            model=model, messages=messages, max_tokens=8, stream=True
-        )
-        parts = list(chunks)
-        assert {found.model} == {chunk.model for chunk in parts} == {model}
-        texts[model] = {"".join(chunk.choices[0].delta.content or "" for chunk in parts)}
-        response = client.responses.create(model=model, input=QUESTION, max_output_tokens=8)
-        *_, last = client.responses.create(
-            model=model, input=QUESTION, max_output_tokens=8, stream=True
-        )
-        assert last.type == "response.incomplete"
-        assert response.model == last.response.model == model
-        texts[model] |= {found.choices[0].message.content, response.output_text}
-        assert len(texts[model] | {last.response.output_text}) == 1
-        stream: Any = client.completions.create(
-            model=model, prompt=QUESTION, max_tokens=8, temperature=0, stream=True
-        )
-        pieces = list(stream)
-        assert {piece.model for piece in pieces} == {model}
-        assert "".join(p.choices[0].text for p in pieces) == complete(adapted, model)
+        chat = {"model": model, "messages": messages, "max_tokens": 8}
+        response = {"model": model, "input": QUESTION, "max_output_tokens": 8}
+        whole = [adapted.send("/v1/chat/completions", chat).body]
+        whole.append(adapted.send("/v1/responses", response).body)
+        assert [answer["model"] for answer in whole] == [model] * 2
+        texts[model] = {whole[0]["choices"][0]["message"]["content"]}
+        texts[model].add(whole[1]["output"][0]["content"][0]["text"])
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+            streamed = adapted.send(path, {**body, "stream": True}).body
+            assert f'"model":"{model}"' in streamed
+            lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
+            texts[model].add("".join(map(delta_of, map(json.loads, lines))))
+        assert len(texts[model]) == 1
     assert texts["model"] != texts["first"]
     assert complete(adapted, "model") != complete(adapted, "first")
     error = adapted.send(COMPLETE, {"prompt": "a", "model": "second"})
     assert (error.status, error.error["code"]) == (404, "model_not_found")
     assert error.error["message"].endswith("this server has 'model', 'first'")
+
+
+def delta_of(event: dict[str, Any]) -> str:
+    """Return the text in an event of a chat or of a response."""
+    if event.get("type") == "response.output_text.delta":
+        return str(event["delta"])
+    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
 def test_the_answers_are_those_of_the_library(adapted: Running, home: Path) -> None:
@@ -164,21 +160,16 @@ def test_adapters_come_and_go(adapted: Running) -> None:
     ("body", "status", "message"),
     [
         ({"lora_path": "../outside"}, 400, "outside the server's lora_directory"),
-        ({"lora_path": "/etc"}, 400, "outside"),
         ({"lora_path": "link"}, 400, "outside"),
         ({"lora_path": "inner"}, 400, "outside the directory"),
         ({"lora_path": "waits"}, 400, "not a regular file"),
-        ({"lora_path": "fifo"}, 404, "is not a directory"),
         ({"lora_path": "loop"}, 404, "is not a directory"),
         ({"lora_path": "a\0"}, 404, "is not a directory"),
         ({"lora_path": "a" * 5000}, 404, "is not a directory"),
-        ({"lora_path": "~"}, 404, "is not a directory"),
         ({"lora_path": "."}, 400, "has no adapter_config.json"),
-        ({"lora_path": ""}, 400, "lora_path"),
         ({"lora_name": "model"}, 400, "conflicts with a served base model"),
         ({"lora_name": demo_model.MODEL}, 400, "conflicts with a served base model"),
         ({"lora_name": "\n"}, 400, "lora_name must be"),
-        ({"lora_name": 5}, 400, "lora_name"),
         ({"is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
     ],
 )
@@ -203,22 +194,22 @@ def test_many_clients_at_once(adapted: Running) -> None:
         return [found, answer.status, adapted.send(UNLOAD, name).status]
 
     with ThreadPoolExecutor(8) as pool:
-        loads, answers, unloads = zip(*pool.map(load_and_unload, range(60)), strict=True)
+        loads, answers, unloads = zip(*pool.map(load_and_unload, range(30)), strict=True)
     assert {*loads} <= {200, 400}
     assert {*answers} | {*unloads} <= {200, 404}
     assert loads.count(200) == unloads.count(200)
     assert adapted.state.adapters.by_name.keys() == {"first"}
-    registry: AdapterRegistry = adapted.state.llm.engine.input_processor.find_adapter.__self__  # type: ignore[attr-defined]
+    registry: AdapterRegistry = adapted.state.llm.engine.input_processor.find_adapter.__self__
     assert len(registry) <= 16
 
 
-def test_two_hundred_adapters(adapted: Running) -> None:
-    for number in range(200):
+def test_many_adapters(adapted: Running) -> None:
+    for number in range(40):
         assert adapted.send(LOAD, {"lora_name": str(number), "lora_path": "b"}).status == 200
-    assert len(adapted.send("/v1/models").body["data"]) == 202
+    assert len(adapted.send("/v1/models").body["data"]) == 42
     unknown = adapted.send(COMPLETE, {"prompt": "a", "model": "x"})
-    assert unknown.error["message"].endswith("'5', '6', ...")
-    for number in range(200):
+    assert unknown.error["message"].endswith("'5', and 34 more")
+    for number in range(40):
         assert adapted.send(UNLOAD, {"lora_name": str(number)}).status == 200
     assert complete(adapted, "first") != complete(adapted, "model")
 

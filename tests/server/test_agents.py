@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, strategies as st
 
 from nanovllm import AsyncLLM, demo_model
-from nanovllm.apps.server.protocol.response_tools import custom_arguments, custom_input
+from nanovllm.apps.server.responses_route import custom_arguments, custom_input
 from tests.server.conftest import Running, running
 
 AGENTS = Path(__file__).parent / "agents"
@@ -71,6 +70,7 @@ def test_a_turn_computes_only_what_is_new(server: Running, agent: Agent) -> None
         body[agent.conversation] += added
         if agent is CLAUDE:
             line = body["system"][0]
+            body["tools"].reverse()  # which are in the prompt by their names
             line["text"] = f"{line['text'].partition('cch=')[0]}cch={number * 7919:05x};"
         num_prompt, computed = prompt_and_computed(events_of(server, agent.path, body))
         assert num_prompt > before
@@ -135,73 +135,38 @@ def test_reasoning_comes_back_encoded(server: Running) -> None:
         assert reply.body["usage"]["input_tokens"] == sizes[2]
 
 
+FUNCTION = {"type": "function", "name": "a__b"}
+CUSTOM = {"type": "custom", "name": "b"}
+NAMESPACE = {"type": "namespace", "name": "a"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "message"),
+    ("tools", "param", "message"),
     [
-        ({"tools": [{"type": "local_shell"}]}, "tools[0].type", "'local_shell' is not supported"),
+        ([{"type": "web_search"}], "tools[0].type", 'in Codex set web_search = "disabled"'),
+        ([FUNCTION, {**NAMESPACE, "tools": [CUSTOM]}], "tools", "two tools are called 'a__b'"),
+        ([{**NAMESPACE, "tools": [{"type": "mcp"}]}], "tools[0].tools[0].type", "'mcp' is not"),
         (
-            {"tools": [{"type": "web_search", "external_web_access": False}]},
-            "tools[0].type",
-            'in Codex set web_search = "disabled"',
+            [{**CUSTOM, "format": {"type": "grammar"}}],
+            *("tools[0].format.definition", "syntax and definition"),
         ),
-        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
-        ({"include": ["everything"]}, "include", "reasoning.encrypted_content"),
-        (
-            {
-                "tools": [
-                    {"type": "function", "name": "a__b"},
-                    {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]},
-                ]
-            },
-            "tools",
-            "two tools are called 'a__b'",
-        ),
-        (
-            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
-            "tools[0].tools[0].type",
-            "'mcp' is not",
-        ),
-        (
-            {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
-            "tools[0].format.definition",
-            "syntax and definition",
-        ),
-        ({"tools": [{"type": 5, "name": "a"}]}, "tools[0].type", "the tool 5 is not"),
-        ({"tools": [{"name": "a"}]}, "tools[0].type", "the tool None is not"),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "namespace",
-                        "name": "a",
-                        "tools": [{"type": "custom", "name": "b"}] * 99,
-                    }
-                ]
-                * 11
-            },
-            "tools",
-            "at most 1024 tools",
-        ),
-        ({"input": [{"type": "local_shell_call"}]}, "input[0]", "must be of type"),
+        ([{"name": "a"}], "tools[0].type", "the tool None is not"),
+        ([{**NAMESPACE, "tools": [CUSTOM] * 99}] * 11, "tools", "at most 1024 tools"),
     ],
 )
-def test_what_codex_may_not_send(
-    server: Running, fields: dict[str, Any], param: str, message: str
+def test_tools_that_codex_may_not_send(
+    server: Running, tools: list[Any], param: str, message: str
 ) -> None:
-    reply = server.send(CODEX.path, {"input": "Hi", **fields})
+    reply = server.send(CODEX.path, {"input": "Hi", "tools": tools})
     assert (reply.status, reply.error["param"]) == (400, param)
     assert message in reply.error["message"]
 
 
-@given(st.text())
-def test_the_input_of_a_custom_tool_comes_back(text: str) -> None:
-    assert custom_input(custom_arguments(text)) == text
-
-
-@given(st.text())
-def test_other_arguments_are_passed_on_whole(text: str) -> None:
-    assert custom_input(text) == text
-    assert custom_input(json.dumps({"other": text})) == json.dumps({"other": text})
+def test_the_input_of_a_custom_tool_comes_back_and_other_arguments_whole() -> None:
+    for text in ("", "a", '{"input": 5}', '*** "é"\n\\ \u2028', '["'):
+        assert custom_input(custom_arguments(text)) == text
+        assert custom_input(text) == text
+        assert custom_input(json.dumps({"other": text})) == json.dumps({"other": text})
 
 
 def test_a_custom_tool_that_must_be_called(server: Running) -> None:

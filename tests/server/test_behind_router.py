@@ -9,13 +9,12 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.router.app import make_app
 from nanovllm.apps.router.models import Models
 from nanovllm.apps.router.router_options import RouterOptions, read_models
-from nanovllm.apps.router.serve import RouterServer
+from nanovllm.apps.router.serve import RouterServer, make_app
 from nanovllm.apps.server.admission import AnswerBudget
-from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.models_route import may_chat
+from nanovllm.apps.server.info_route import may_chat
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import bound_socket
 from nanovllm.apps.server.server_options import ServerOptions
 from tests.helpers import wait_until
@@ -23,6 +22,7 @@ from tests.server.conftest import routed
 from tests.server.test_load import Ended
 
 
+@pytest.mark.long
 def test_a_slow_reader_does_not_keep_its_model(async_llm: AsyncLLM) -> None:
     """Symptom: no other model came into memory, and its own took no requests, until it had read."""
     body = {"prompt": [1], "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}

@@ -24,60 +24,20 @@ def test_answers_a_question(client: OpenAI) -> None:
     assert choice.message.role == "assistant"
     assert choice.message.content == ANSWERS[0]
     assert choice.message.tool_calls is None
-    assert choice.message.reasoning is None  # type: ignore[attr-defined]  # vLLM's field
+    assert choice.message.reasoning is None  # vLLM's field
     assert choice.finish_reason == "stop"
     assert found.id.startswith("chatcmpl-")
     assert found.object == "chat.completion"
     assert found.model == MODEL
     assert found.system_fingerprint
-    assert found.usage is not None
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
-@pytest.mark.parametrize(
-    "content",
-    [QUESTIONS[1], [{"type": "text", "text": QUESTIONS[1]}]],
-    ids=["string", "parts"],
-)
-def test_takes_strings_and_text_parts(client: OpenAI, content: Any) -> None:
+def test_takes_text_parts(client: OpenAI) -> None:
+    content = [{"type": "text", "text": QUESTIONS[1]}]
     messages: list[Any] = [{"role": "user", "content": content}]
     found = client.chat.completions.create(model=MODEL, messages=messages)
     assert found.choices[0].message.content == ANSWERS[1]
-
-
-def test_streams_with_role_and_usage(client: OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL, messages=question(2), stream=True, stream_options={"include_usage": True}
-    )
-    first, *chunks, last = list(stream)
-    assert first.choices[0].delta.role == "assistant"
-    assert first.choices[0].delta.content == ""
-    assert all(chunk.choices[0].delta.role is None for chunk in chunks)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWERS[2]
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert {chunk.id for chunk in [first, *chunks, last]} == {first.id}
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.completion_tokens > 10
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_n_answers(client: OpenAI, stream: bool) -> None:
-    found: Any = client.chat.completions.create(
-        model=MODEL,
-        messages=question(3),
-        n=3,
-        temperature=9.0,
-        seed=1,
-        stream=stream,
-        max_tokens=20,
-    )
-    texts = ["", "", ""]
-    for chunk in found if stream else [found]:
-        for choice in chunk.choices:
-            part = choice.delta if stream else choice.message
-            texts[choice.index] += part.content or ""
-    assert len(set(texts)) == 3
 
 
 def test_logprobs(client: OpenAI) -> None:
@@ -85,8 +45,6 @@ def test_logprobs(client: OpenAI) -> None:
         model=MODEL, messages=question(0), logprobs=True, top_logprobs=2, max_tokens=5
     )
     logprobs = found.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     assert len(logprobs.content) == 5
     assert "".join(entry.token for entry in logprobs.content) == found.choices[0].message.content
     for entry in logprobs.content:
@@ -94,25 +52,12 @@ def test_logprobs(client: OpenAI) -> None:
         assert len(entry.top_logprobs) == 2
         assert bytes(entry.bytes or []).decode() == entry.token
         assert math.exp(entry.logprob) <= 1
-    stream = client.chat.completions.create(
-        model=MODEL, messages=question(0), logprobs=True, max_tokens=5, stream=True
-    )
-    streamed = [
-        entry
-        for chunk in stream
-        for choice in chunk.choices
-        if choice.logprobs is not None
-        for entry in choice.logprobs.content or []
-    ]
-    assert [entry.token for entry in streamed] == [entry.token for entry in logprobs.content]
-    assert all(entry.top_logprobs == [] for entry in streamed)
 
 
 def test_max_tokens_has_two_names(client: OpenAI) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         limit: Any = {name: 3}
         found = client.chat.completions.create(model=MODEL, messages=question(0), **limit)
-        assert found.usage is not None
         assert found.usage.completion_tokens == 3
         assert found.choices[0].finish_reason == "length"
 
@@ -121,31 +66,8 @@ def test_default_max_tokens_is_the_room_in_the_context(client: OpenAI, server: R
     found = client.chat.completions.create(
         model=MODEL, messages=question(0), extra_body={"ignore_eos": True}
     )
-    assert found.usage is not None
     assert found.usage.total_tokens == server.state.max_model_len
     assert found.choices[0].finish_reason == "length"
-
-
-def test_roles(client: OpenAI, server: Running) -> None:
-    """`developer` is a system message; tools' answers and earlier calls reach the template."""
-    messages: list[Any] = [
-        {"role": "developer", "content": "Be brief."},
-        *question(0),
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "a", "content": "42"},
-    ]
-    client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
-    reply = server.send("/tokenize", {"messages": messages})
-    text = server.send("/detokenize", {"tokens": reply.body["tokens"]}).body["prompt"]
-    assert "<|im_start|>system\nBe brief.<|im_end|>" in text
-    assert '{"name": "f", "arguments": {}}' in text
-    assert "<tool_response>\n42\n</tool_response>" in text
 
 
 def test_continue_final_message(client: OpenAI) -> None:
@@ -168,7 +90,6 @@ def test_chat_template_kwargs(client: OpenAI) -> None:
             max_tokens=1,
             extra_body={"chat_template_kwargs": kwargs},
         )
-        assert found.usage is not None
         return found.usage.prompt_tokens
 
     assert num_prompt_tokens(enable_thinking=False) > num_prompt_tokens()

@@ -26,7 +26,6 @@ def test_template_of_the_server(async_llm: AsyncLLM, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(TEMPLATE)
     tokenizer = async_llm.get_tokenizer()
-    assert tokenizer is not None
     own, expected = tokenizer.chat_template, tokenizer.encode("<|im_start|>What is a KV cache?")
     for given in (str(file), TEMPLATE):
         with running(async_llm, chat_template=given) as server:
@@ -73,7 +72,7 @@ def test_variables_of_the_template_that_the_server_gives(async_llm: AsyncLLM) ->
         assert text() == "KV blocktable"
         assert text(chat_template_kwargs={"mode": "pool"}) == "KV blockpool"
     with pytest.raises(ConfigError, match="default_chat_template_kwargs must be a dictionary"):
-        ServerOptions(default_chat_template_kwargs=[1])  # type: ignore[arg-type]
+        ServerOptions(default_chat_template_kwargs=[1])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_variables_of_the_template_that_the_server_gives(async_llm: AsyncLLM) ->
 )
 def test_options_that_are_refused(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ServerOptions(**{name: value})  # type: ignore[arg-type]
+        ServerOptions(**{name: value})
 
 
 def test_a_proxy_may_leave_its_path_or_not(async_llm: AsyncLLM) -> None:

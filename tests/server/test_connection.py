@@ -15,7 +15,7 @@ import uvicorn
 
 from nanovllm.apps.server.connection import connection_class
 
-LIMIT = 0.5
+LIMIT = 0.3
 MOST = 4
 LARGE = 5 * 2**19
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -92,7 +92,7 @@ def test_a_slow_reader_that_goes_on_gets_all(connection: socket.socket) -> None:
     """It takes twice the limit, and the server's buffer is not empty meanwhile."""
     connection.sendall(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
     begin, found = time.monotonic(), 0
-    while piece := connection.recv(LARGE // 25, socket.MSG_WAITALL):
+    while piece := connection.recv(LARGE // 13, socket.MSG_WAITALL):
         found += len(piece)
         time.sleep(0.05)
     assert time.monotonic() - begin > 2 * LIMIT
@@ -105,7 +105,7 @@ def test_chunks_of_one_byte_leave_others_their_time(address: Any) -> None:
 
     def send() -> None:
         with socket.create_connection(address, timeout=10) as found, suppress(OSError):
-            found.sendall(head + b"1\r\n \r\n" * 50_000)
+            found.sendall(head + b"1\r\n \r\n" * 30_000)
 
     senders = [threading.Thread(target=send) for _ in range(2)]
     for sender in senders:
@@ -133,7 +133,7 @@ def test_chunks_of_one_byte_are_a_body(connection: socket.socket) -> None:
         assert found.count(b"HTTP/1.1 200") == 1 + bool(begin)
 
 
-@pytest.mark.parametrize("more", [b"X", GET, GET * 10_000], ids=["byte", "request", "many"])
+@pytest.mark.parametrize("more", [b"X", GET, GET * 2000], ids=["byte", "request", "many"])
 def test_a_client_that_sent_more_and_left_is_noticed(address: Any, more: bytes) -> None:
     """Symptom: behind a request that runs nothing is read, nor that its client has gone."""
     LEFT.clear()

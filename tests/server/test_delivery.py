@@ -20,6 +20,7 @@ from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.apps.server.state import ServerState
+from tests.every_case import EVERY_CASE
 from tests.server.test_load import Ended
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
@@ -98,19 +99,6 @@ def make(llm: AsyncLLM, **options: Any) -> tuple[Any, ServerState]:
     return app, app.state.server
 
 
-def test_a_place_is_free_when_the_engine_has_ended() -> None:
-    admission = AdmissionControl(2, lambda: 0)
-    first, second = Ended(), Ended()
-    with admission.admit(first, 2, None):
-        admission.engine_ended(first, 2)
-        with admission.admit(second, 1, "me"):
-            admission.engine_ended(second, 1)
-            assert (admission.num_active, admission.num_requests) == (0, 2)
-            assert not admission._held
-            admission.engine_ended(Ended(), 1)  # one that has gone away
-    assert (admission.num_requests, admission._num_unread, len(admission._unread)) == (0, 0, 0)
-
-
 def test_the_oldest_unread_answers_are_cut_off_if_they_are_too_many() -> None:
     for seconds, num_cut in ((-1.0, 2), (100.0, 0)):
         admission = AdmissionControl(2, lambda: 0, seconds)
@@ -183,21 +171,6 @@ def test_answers_that_are_read_slowly_keep_nobody_out(
     run(main())
 
 
-def test_a_client_that_is_cut_off_harms_nobody(async_llm: AsyncLLM) -> None:
-    async def main() -> None:
-        app, state = make(async_llm, max_waiting=1)
-        state.admission._read_seconds = -1
-        slow = Client(app, "/v1/completions", STREAM, num_read=2)
-        await until(lambda: bool(slow.messages) and not state.admission.num_active)
-        other = Client(app, "/v1/completions", STREAM)
-        await asyncio.gather(slow.task, other.task)
-        assert other.is_whole
-        assert len(slow.messages) == 2
-        assert state.admission.num_requests == 0
-
-    run(main())
-
-
 def test_bodies_are_counted_until_the_answer_is_sent_and_not_kept(async_llm: AsyncLLM) -> None:
     """Symptom: 30 streams with bodies of 4 MB kept 268 MiB, of which none was counted."""
     size = 2 * 2**20
@@ -240,7 +213,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("extra", [-1, 0, 1, PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("extra", [0, 1, 3 * PIECE + 5])
 def test_a_large_answer_is_sent_in_pieces(async_llm: AsyncLLM, extra: int) -> None:
     """So that it waits in the app, which counts it, and not in the connection's buffer."""
 
@@ -300,7 +273,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
             most_tasks = max(most_tasks, len(asyncio.all_tasks(loop)))
             return call_soon(callback, *args, **options)
 
-        loop.call_soon_threadsafe = counting_call  # type: ignore[method-assign]
+        loop.call_soon_threadsafe = counting_call
         clients = [Client(app, path, body) for _ in range(num_streams)]
         await asyncio.gather(*(client.task for client in clients))
         assert num_wakes <= num_steps < num_streams * num_tokens
@@ -311,7 +284,7 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if EVERY_CASE else 1))
 def test_whoever_leaves_or_dawdles_the_others_get_theirs_and_nothing_stays(
     async_llm: AsyncLLM, seed: int
 ) -> None:

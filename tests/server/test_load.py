@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.admission import AdmissionControl, Admitted, BodyBudget
+from nanovllm.apps.server.admission import AdmissionControl, BodyBudget, Guard
 from nanovllm.apps.server.error_bodies import APIError
-from tests.glossary import ANSWER_TO, QUESTIONS
 from tests.helpers import wait_until
 from tests.server.conftest import Running, running
 
@@ -26,7 +24,7 @@ ENDLESS: dict[str, Any] = {"prompt": [1], "max_tokens": 1000, "ignore_eos": True
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
 
 
-class Ended(Admitted):
+class Ended(Guard):
     """A request of `AdmissionControl` that notes how it was ended."""
 
     def __init__(self) -> None:
@@ -49,7 +47,6 @@ def test_admission_counts_what_waits() -> None:
         with pytest.raises(APIError) as refused, admission.admit(third, 1):
             pass
     assert refused.value.status_code == 503
-    assert refused.value.headers is not None
     assert int(refused.value.headers["Retry-After"]) >= 1
     assert admission.num_active == 0
     num_running = 2
@@ -60,21 +57,10 @@ def test_admission_counts_what_waits() -> None:
         assert first.errors == second.errors == [error]
 
 
-def test_admission_refuses_what_never_fits_and_all_while_draining() -> None:
-    admission = AdmissionControl(3, lambda: 0)
-    with pytest.raises(APIError) as refused, admission.admit(Ended(), 4):
-        pass
-    assert refused.value.status_code == 400
-    admission.is_draining = True
-    with pytest.raises(APIError) as refused, admission.admit(Ended(), 1):
-        pass
-    assert refused.value.status_code == 503
-
-
 @pytest.fixture(scope="module")
 def small(front: str, async_llm: AsyncLLM) -> Iterator[Running]:
     """A server with a short queue and a short deadline."""
-    with running(async_llm, max_waiting=4, request_timeout=0.5) as found:
+    with running(async_llm, max_waiting=4, request_timeout=0.3) as found:
         yield found
 
 
@@ -126,10 +112,7 @@ def test_the_queue_comes_before_all_work(small: Running, monkeypatch: pytest.Mon
 BROKEN: list[dict[str, Any]] = [
     {"priority": -1},
     {"temperature": -1},
-    {"n": 129},
     {"stop_token_ids": [10**9]},
-    {"logit_bias": {"1000000000": 1}},
-    {"prompt_logprobs": 1001},
     {"cache_salt": "a" * 129},
     {"guided_regex": "a", "guided_choice": ["a"]},
     {"model": "another"},
@@ -237,26 +220,6 @@ def test_a_user_holds_half_of_the_queue() -> None:
     assert refusal(2, "a") is None
 
 
-def test_a_full_queue_answers_503(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an engine that starts nothing, 4 requests wait and the fifth is refused."""
-    monkeypatch.setattr(small.state.admission, "_num_running", lambda: 0)
-
-    async def ask(client: httpx.AsyncClient) -> httpx.Response:
-        return await client.post(f"{small.url}/v1/completions", json=ENDLESS, timeout=30)
-
-    async def ask_all() -> list[httpx.Response]:
-        async with httpx.AsyncClient() as client:
-            return await asyncio.gather(*(ask(client) for _ in range(12)))
-
-    replies = asyncio.run(ask_all())
-    refused = [reply for reply in replies if reply.status_code == 503]
-    assert len(refused) == 8
-    for reply in refused:
-        assert reply.json()["error"]["code"] == "queue_full"
-        assert 1 <= int(reply.headers["retry-after"]) <= 60
-    assert small.send("/v1/completions", {**ENDLESS, "n": 5}).status == 400
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_at_its_deadline(small: Running, stream: bool) -> None:
     client = small.client().completions
@@ -283,8 +246,9 @@ def test_a_request_ends_at_its_deadline(small: Running, stream: bool) -> None:
         assert caught.value.status_code == 504
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "stream"), [("/v1/completions", False), ("/v1/chat/completions", True)]
+)
 def test_a_client_that_goes_away_ends_its_request(server: Running, path: str, stream: bool) -> None:
     body = {**ENDLESS, "n": 8, "stream": stream, "max_tokens": 1000}
     if "chat" in path:
@@ -304,46 +268,9 @@ def test_a_client_that_goes_away_ends_its_request(server: Running, path: str, st
     assert server.state.admission.num_active == 0
 
 
-def test_many_clients_of_whom_a_third_go_away(server: Running) -> None:
-    """The others get their own answers, whole."""
-
-    async def ask(client: httpx.AsyncClient, index: int) -> None:
-        question = QUESTIONS[index % len(QUESTIONS)]
-        body = {
-            "messages": [{"role": "user", "content": question}],
-            "stream": index % 2 == 0,
-            "temperature": 0,
-        }
-        try:
-            reply = await client.post(
-                f"{server.url}/v1/chat/completions",
-                json=body,
-                timeout=0.02 if index % 3 == 0 else 60,
-            )
-        except httpx.TimeoutException:
-            assert index % 3 == 0
-            return
-        assert reply.status_code == 200
-        if index % 2:
-            text = reply.json()["choices"][0]["message"]["content"]
-        else:
-            events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
-            deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
-            text = "".join(delta.get("content", "") for delta in deltas)
-            assert reply.text.endswith("data: [DONE]\n\n")
-        assert text == ANSWER_TO[question]
-
-    async def ask_all() -> None:
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=100)) as client:
-            await asyncio.gather(*(ask(client, index) for index in range(150)))
-
-    asyncio.run(ask_all())
-    assert server.state.admission.num_active == 0
-
-
 def test_drains_and_ends_what_takes_too_long(async_llm: AsyncLLM) -> None:
     """As at SIGTERM: a stream that is not done in time ends with an error event."""
-    with running(async_llm, drain_seconds=1) as server:
+    with running(async_llm, drain_seconds=0.3) as server:
         stream = server.client().completions.create(
             model="model",
             prompt=[1],

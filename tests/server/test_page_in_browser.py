@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,8 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from nanovllm import AsyncLLM, demo_model
-from nanovllm.options.sampling_params import CHAT_SAMPLING
-from tests.checkpoints import copy_checkpoint
+from nanovllm import AsyncLLM
 from tests.glossary import QUESTION
-from tests.helpers import environment
 from tests.server.conftest import Running, running
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
@@ -268,33 +263,6 @@ def test_text_that_grows_ends_as_if_it_came_at_once(page: Page) -> None:
         assert slow == faster == at_once
 
 
-def test_stop_and_several_answers_at_once(page: Page, idle_afterwards: None) -> None:
-    ask_with(page, {"ignore_eos": True, "max_tokens": 900, "min_tokens": 900})
-    devtools = page.context.new_cdp_session(page)
-
-    def limit(bytes_a_second: int) -> None:
-        conditions = {"offline": False, "latency": 0, "uploadThroughput": -1}
-        conditions["downloadThroughput"] = bytes_a_second
-        devtools.send("Network.emulateNetworkConditions", conditions)
-
-    limit(30_000)  # so that an answer takes seconds on any machine
-    send(page)
-    expect(page.locator("article.running .markdown")).to_have_text(re.compile(".{20}"))
-    page.keyboard.press("Control+Shift+O")
-    send(page, "Hello")
-    expect(page.locator("#list li.running")).to_have_count(2)
-    page.keyboard.press("Escape")
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_have_text(re.compile("stopped$"))
-    limit(-1)
-    page.locator("#list a:not([aria-current])").click()  # it still goes on
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_contain_text("900 tokens")
-    send(page, "Hello")
-    page.click("#stop")
-    answers(page, 2)
-
-
 def test_rename_delete_export_and_import(page: Page, tmp_path: Path) -> None:
     send(page)
     answers(page, 1)
@@ -324,27 +292,6 @@ def test_rename_delete_export_and_import(page: Page, tmp_path: Path) -> None:
     expect(item).to_have_count(1)
     page.fill("#search", "nothing has this")
     expect(item).to_have_count(0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "This file is not JSON"),
-        ("[]", "This file has no conversations"),
-        ('{"format": "nanovllm-conversations", "conversations": [3]}', "has no id or messages"),
-        (
-            '{"format": "nanovllm-conversations", "conversations": '
-            '[{"id": "a", "messages": [{"role": "user", "content": {}}]}]}',
-            "whose content is not text",
-        ),
-    ],
-)
-def test_files_that_are_refused(page: Page, tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(text)
-    page.set_input_files("#file", path)
-    expect(page.locator("#toast")).to_contain_text(message)
-    expect(page.locator("#list li")).to_have_count(0)
 
 
 def test_errors_are_shown_and_can_be_tried_again(page: Page) -> None:
@@ -405,17 +352,6 @@ def test_tool_calls_and_their_results(page: Page) -> None:
     assert page.locator(".tool pre").text_content() == "31 °C, sunny"
 
 
-def test_reasoning_is_folded(page: Page) -> None:
-    grammar = 'start: <think> "\\nThe user asks.\\n" </think> "\\n\\nLet me look."'
-    ask_with(page, {"structured_outputs": {"grammar": grammar}})
-    send(page)
-    answers(page, 1)
-    expect(page.locator(".markdown")).to_have_text("Let me look.")
-    expect(page.locator(".thoughts")).to_be_hidden()
-    page.get_by_text("Reasoning").click()
-    expect(page.locator(".thoughts")).to_have_text("The user asks.")
-
-
 def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> None:
     with running(async_llm, api_keys=("the-key",)) as server:
         for page in opened(context, server):
@@ -426,156 +362,3 @@ def test_the_key_is_asked_for(context: BrowserContext, async_llm: AsyncLLM) -> N
             send(page)
             answers(page, 1)
             assert "the-key" not in page.evaluate("JSON.stringify(localStorage)")
-            page.click("#load")  # the same tab: the key is there
-            expect(page.locator("#tiles")).to_contain_text("KV cache used")
-            expect(page.locator("#about")).to_contain_text("context 1,024 tokens")
-
-
-def test_search_by_keyboard_leaves_a_wide_page_as_it_is(page: Page) -> None:
-    """Symptom: what covers the page on a phone takes a column of the layout."""
-    before = page.locator("main").bounding_box()
-    page.keyboard.press("Control+k")
-    expect(page.locator("#search")).to_be_focused()
-    assert page.locator("main").bounding_box() == before
-
-
-def test_dark_light_and_narrow(context: BrowserContext, page: Page) -> None:
-    def back() -> str:
-        return str(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
-
-    light = back()
-    page.emulate_media(color_scheme="dark")
-    dark = back()
-    assert light != dark
-    page.click("#theme")
-    page.reload()
-    assert back() == light
-    page.set_viewport_size({"width": 360, "height": 640})
-    say(page, FEATURES + "\n\n" + "x" * 300)
-    page.evaluate("localStorage['nanovllm-settings'] = '{}'")
-    page.reload()
-    send(page)
-    answers(page, 1)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.locator("#scroll").evaluate("(e) => e.scrollWidth - e.clientWidth") <= 0
-    expect(page.locator("#sidebar")).to_be_hidden()
-    page.keyboard.press("Control+k")
-    expect(page.locator("#search")).to_be_focused()
-    page.keyboard.press("Escape")
-    expect(page.locator("#sidebar")).to_be_hidden()
-
-
-@pytest.mark.parametrize("width", [320, 375, 768, 1280])
-def test_a_long_name_of_a_model_moves_nothing_off_the_screen(page: Page, width: int) -> None:
-    """Symptom: the page is as wide as the model's name, and on a phone Send is outside."""
-    page.set_viewport_size({"width": width, "height": 640})
-    name = "Some-Organisation/" + "Qwen3-Coder-480B-A35B-" * 5
-    models = json.dumps({"object": "list", "data": [{"id": name, "object": "model"}]})
-    page.route("**/v1/models", lambda route: route.fulfill(body=models))
-    page.reload()
-    expect(page.locator("#model")).to_contain_text(name)
-    for name in ("send", "settings", "theme"):
-        box = page.locator(f"#{name}").bounding_box()
-        assert box is not None
-        assert box["x"] + box["width"] <= width
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_a_reload_in_the_middle_loses_no_question(page: Page) -> None:
-    held: list[Route] = []
-    page.route("**/v1/models", lambda route: held.append(route))
-    page.evaluate("localStorage['nanovllm-settings'] = '{}'")
-    page.reload()  # the answer waits for the list of models
-    send(page)
-    expect(page.locator("article.running")).to_have_count(1)
-    page.unroute("**/v1/models")
-    page.reload()
-    answers(page, 1)
-    expect(page.locator("article.answer .note")).to_contain_text("interrupted")
-    expect(page.locator(".bubble")).to_have_text(QUESTION)
-    page.keyboard.press("Control+Shift+Enter")
-    expect(page.locator(".markdown")).to_have_text(re.compile(".{20}"))
-
-
-def test_another_tab_shows_what_this_one_keeps(context: BrowserContext, page: Page) -> None:
-    other = context.new_page()
-    other.goto(page.url)
-    send(page)
-    answers(page, 1)
-    other.locator("#list a").click()
-    answers(other, 1)
-    assert other.locator(".markdown").inner_text() == page.locator(".markdown").inner_text()
-
-
-def test_a_long_answer_costs_what_is_new_of_it(page: Page) -> None:
-    """Finished blocks stay: each piece adds as many elements, however long the text is by then."""
-    added, elements = page.evaluate(
-        """async () => {
-            const { MarkdownView } = await import("./page/markdown.js");
-            const box = document.createElement("div"), view = new MarkdownView(box);
-            const added = [];
-            const piece = "A **bold** `code`.\\n\\n```js\\nlet x = 1;\\n```\\n\\n- a\\n- b\\n\\n";
-            for (let count = 1; count <= 300; count++) {
-                const before = new Set(box.children);
-                view.update(piece.repeat(count));
-                added.push([...box.children].filter((child) => !before.has(child)).length);
-            }
-            return [added, box.children.length];
-        }"""
-    )
-    assert elements == 3 * 300
-    assert max(added) <= 4
-
-
-@pytest.mark.parametrize("piece", ["_a", "> ", "[", "- ", "`", "<a ", "||\n|-|\n", "![", "**a "])
-def test_answers_that_repeat_themselves_do_not_stop_the_page(page: Page, piece: str) -> None:
-    """Symptom: a parser whose time is quadratic, or that recurses too deep."""
-    shown = page.evaluate(
-        """async (text) => {
-            const { MarkdownView } = await import("./page/markdown.js");
-            const box = document.createElement("div");
-            new MarkdownView(box).finish(text);
-            return box.innerHTML.length;
-        }""",
-        piece * (30_000 // len(piece)),
-    )
-    assert shown
-
-
-def test_the_page_begins_with_a_model_that_chats(page: Page) -> None:
-    """Symptom: it began with an encoder, the first model of a server of several."""
-    cards = [{"id": "encoder", "chats": False}, {"id": "llm", "chats": None}, {"id": "last"}]
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
-    page.reload()
-    expect(page.locator("#model option")).to_have_count(3)
-    expect(page.locator("#model")).to_have_value("llm")
-
-
-def test_the_page_samples_as_a_chat_does(browser: Browser, tmp_path: Path) -> None:
-    """Where the checkpoint recommends nothing; what the user sets goes first."""
-    model = copy_checkpoint(demo_model.MODEL, tmp_path, generation_config={})
-    tables = tmp_path / "models.toml"
-    tables.write_text(f"[a]\nmodel = {json.dumps(model)}\nmax_model_len = 512\n")
-    llm = AsyncLLM(model, max_model_len=512, num_kvcache_blocks=64)
-    with running(llm) as server:
-        assert sampled(browser, server.url) == {**CHAT_SAMPLING, "top_p": 0.5}
-    llm.shutdown()
-    command = [sys.executable, "-m", "nanovllm", "serve", str(tables), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as several:
-        assert several.stderr is not None
-        url = next(m[1] for line in several.stderr if (m := re.search(r" at (http:[^, ]+)", line)))
-        assert sampled(browser, url.rstrip()) == {**CHAT_SAMPLING, "top_p": 0.5}
-        several.terminate()
-        several.communicate()
-
-
-def sampled(browser: Browser, url: str) -> dict[str, Any]:
-    """Return the sampling that the page asks for in the first request of a new user."""
-    page = browser.new_page()
-    page.add_init_script("localStorage['nanovllm-settings'] = '{\"top_p\": 0.5}'")
-    page.goto(url)
-    with page.expect_request(CHAT, timeout=60_000) as caught:
-        send(page)
-    found = caught.value.post_data_json
-    page.close()
-    return {name: found[name] for name in CHAT_SAMPLING if name in found}

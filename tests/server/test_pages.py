@@ -51,11 +51,10 @@ class Page(HTMLParser):
             self.scripts += data
 
 
-@pytest.mark.parametrize("path", ["/", "/status"])
-def test_a_page_refers_to_files_of_its_own(server: Running, path: str) -> None:
-    reply = server.send(path)
+def test_the_page_refers_to_files_of_its_own(server: Running) -> None:
+    reply = server.send("/")
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    head = server.send(path, method="HEAD")
+    head = server.send("/", method="HEAD")
     assert (head.status, head.body) == (200, "")
     assert head.headers["etag"] == reply.headers["etag"]
     found = Page(reply.body)
@@ -119,33 +118,18 @@ def test_the_policy_allows_the_files_and_nothing_else(server: Running) -> None:
     assert headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    ("name", "scripts"),
-    [
-        ("index.html", SCRIPTS.keys() - {"status.js"}),
-        ("status.html", {"status.js", "theme.js"}),
-    ],
-)
-def test_every_field_has_a_label_and_every_id_exists(name: str, scripts: set[str]) -> None:
-    found = Page((FOLDER / name).read_text())
+def test_every_field_has_a_label_and_every_id_exists() -> None:
+    found = Page((FOLDER / "index.html").read_text())
     assert not found.unlabelled
     for _, attributes in found.tags:
         for attribute in ("aria-labelledby", "aria-describedby", "aria-controls"):
             assert attributes.get(attribute) in {None, *found.ids}
-    text = "".join(SCRIPTS[script] for script in scripts)
+    text = "".join(SCRIPTS.values())
     used = set(re.findall(r"""(?:byId|getElementById)\("([\w-]+)"\)""", text))
     assert used <= found.ids
     styles = (FOLDER / "style.css").read_text()
     icons = {attributes.get("data-icon") for _, attributes in found.tags} - {None}
     assert all(f'[data-icon="{icon}"]' in styles for icon in icons)
-
-
-def test_the_status_page_reads_what_the_server_sends(server: Running) -> None:
-    """Each field that the page reads of a status is in the JSON."""
-    sent = server.send("/status.json").body
-    read = set(re.findall(r"\b(?:s|status|last)\.([a-z_]+)\b", SCRIPTS["status.js"])) - {"json"}
-    assert read <= sent.keys()
-    assert len(read) > 10
 
 
 def test_files_are_sent_again_only_if_they_changed(server: Running) -> None:
@@ -160,11 +144,11 @@ def test_files_are_sent_again_only_if_they_changed(server: Running) -> None:
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_the_pages_need_no_key_and_their_data_does(async_llm: AsyncLLM, prefix: str) -> None:
     with running(async_llm, api_keys=("the-key",), root_path="/llm") as server:
-        for path in ("/", "/status", "/page/app.js", "/page/vendor/purify.js"):
+        for path in ("/", "/page/app.js", "/page/vendor/purify.js"):
             reply = server.send(prefix + path)
             assert reply.status == 200
             assert "the-key" not in reply.body
-        for path in ("/status.json", "/metrics", "/v1/models"):
+        for path in ("/metrics", "/v1/models"):
             assert server.send(prefix + path).status == 401
         for path in ("../pages.py", "%2e%2e/pages.py", "vendor/../../pages.py", "", "/etc/passwd"):
             assert server.send(f"{prefix}/page/{path}").status == 401

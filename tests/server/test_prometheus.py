@@ -16,9 +16,9 @@ from nanovllm.apps.server.prometheus import (
     bucket_bounds,
 )
 from nanovllm.errors import EngineDeadError, InvalidRequestError
-from nanovllm.testing.fake_controller import FakeController
+from nanovllm.testing.fake_engine import fake_controller
 from tests.glossary import GREEDY, OPTIONS, QUESTION, QUESTIONS
-from tests.server.dashboards import board, labels_of, metrics_of, queries
+from tests.server.dashboards import labels_of, metrics_of, queries
 
 NAME = 'a "model"\\\n'
 REPEATED = SamplingParams(0, 30, ignore_eos=True, allowed_token_ids=[3])
@@ -30,7 +30,7 @@ Samples = dict[str, float]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
     llm = AsyncLLM(demo_model.MODEL, speculative_config={"method": "ngram"}, **OPTIONS)
-    llm.engine.scheduler.drafting.controller = FakeController(lambda most: min(most, 2))
+    llm.engine.scheduler.drafting.controller = fake_controller(lambda most: min(most, 2))
     yield llm
     llm.shutdown()
 
@@ -142,8 +142,6 @@ def test_time_between_tokens_of_a_stream(llm: AsyncLLM, metrics: ServerMetrics) 
         deltas = await stream(metrics, llm, QUESTION, REPEATED)
         samples = await scrape(metrics)
         times = deltas[-1].metrics
-        assert times.first_token_time is not None
-        assert times.last_token_time is not None
         assert samples["vllm:inter_token_latency_seconds_sum"] == pytest.approx(
             times.last_token_time - times.first_token_time
         )
@@ -177,33 +175,18 @@ def test_a_request_that_is_left_was_aborted(llm: AsyncLLM, metrics: ServerMetric
 
 
 VLLM_HISTOGRAMS = [
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_inference_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_prefill_kv_computed_tokens",
-    "request_generation_tokens",
-    "request_max_num_generation_tokens",
-    "request_params_n",
-    "request_params_max_tokens",
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+    *("request_inference_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_prompt_tokens", "request_prefill_kv_computed_tokens"),
+    *("request_generation_tokens", "request_params_max_tokens"),
+    *("request_max_num_generation_tokens", "request_params_n"),
 ]
 VLLM_VALUES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
-    "num_preemptions_total",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total",
-    "spec_decode_num_accepted_tokens_total",
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
 ]
 
 
@@ -231,24 +214,12 @@ def test_names_are_those_of_vllm(llm: AsyncLLM, metrics: ServerMetrics) -> None:
     asyncio.run(run())
 
 
-def test_refusals_are_counted_by_reason(metrics: ServerMetrics) -> None:
-    for reason in ("queue_full", "queue_full", "too_large"):
-        metrics.refused(reason)
-    samples = asyncio.run(scrape(metrics))
-    refused = {
-        key.split("reason=")[1][:-1]: value
-        for key, value in samples.items()
-        if key.startswith("nanovllm:refused_requests_total")
-    }
-    assert refused == {"queue_full": 2, "too_large": 1}
-
-
 def test_event_loop_lag(metrics: ServerMetrics) -> None:
     async def run() -> Samples:
         task = asyncio.create_task(metrics.watch_event_loop())
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.11)
         time.sleep(0.3)
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.01)
         task.cancel()
         return await scrape(metrics)
 
@@ -275,8 +246,8 @@ def test_token_buckets_end_at_the_longest_sequence(most: int, expected: list[flo
 
 
 def test_the_board_and_the_alert_rules_use_metrics_that_are_there(metrics: ServerMetrics) -> None:
-    metrics.refused("queue_full")
-    metrics.answered("/v1/completions", 200)
+    metrics.refusals["queue_full"] += 1
+    metrics.answers["/v1/completions", 200] += 1
     text = asyncio.run(metrics.render()).decode()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -290,16 +261,3 @@ def test_the_board_and_the_alert_rules_use_metrics_that_are_there(metrics: Serve
         assert names <= labels.keys(), query
         for name in names:
             assert labels_of(query) <= labels[name], query
-
-
-def test_panels_of_the_board_do_not_overlap() -> None:
-    panels = board()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        rows = range(place["y"], place["y"] + place["h"])
-        cells = {(y, x) for y in rows for x in range(place["x"], place["x"] + place["w"])}
-        assert not cells & taken
-        assert place["x"] + place["w"] <= 24
-        taken |= cells

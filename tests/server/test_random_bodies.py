@@ -1,4 +1,4 @@
-"""Random bodies: none makes the server fail, and what a conversation says is in its prompt.
+"""Random bodies: none makes the server fail.
 
 `FUZZ_EXAMPLES=5000 pytest tests/server/test_random_bodies.py` sends that many of new seeds in each
 test.
@@ -16,15 +16,10 @@ import pytest
 from pydantic import ValidationError
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.conversation import render
-from nanovllm.apps.server.protocol.chat import ConversationRequest
-from nanovllm.apps.server.protocol.common import RequestModel
-from nanovllm.apps.server.protocol.responses import ResponsesRequest
-from nanovllm.apps.server.response_items import messages_of
-from tests.chat.family_templates import TEMPLATES
+from nanovllm.apps.server.protocol import ConversationRequest, RequestModel
 from tests.server.conftest import Reply, Running, running
 
-NUM = int(os.environ.get("FUZZ_EXAMPLES", 150))
+NUM = int(os.environ.get("FUZZ_EXAMPLES", 60))
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -225,23 +220,6 @@ def test_no_body_makes_the_server_fail(odd: Running, idle_afterwards: None) -> N
     assert odd.send("/health").status == 200
 
 
-@pytest.mark.parametrize(("path", "base"), BASES, ids=range(len(BASES)))
-def test_null_is_as_if_the_field_were_not_there(
-    odd: Running, path: str, base: dict[str, Any]
-) -> None:
-    """Every field of the schema that may be left out may be null."""
-    needed = {"messages", "prompt", "input", "tokens"} & base.keys()
-    names = fields_of_routes(odd)[path]
-    for name in some_of(names):
-        if name in needed | {"prompt", "messages"}:
-            continue
-        without = {key: value for key, value in base.items() if key != name}
-        given = {**without, name: None}
-        statuses = [odd.send(path, body).status for body in (without, given)]
-        taken = [status in (200, 504) for status in statuses]  # 504: it may be slow
-        assert taken[0] == taken[1], (path, name, statuses)
-
-
 def test_null_is_as_if_a_field_inside_were_not_there() -> None:
     """Symptom: 400 for `"type": null` of a tool, as Anthropic's client may write it."""
 
@@ -258,121 +236,3 @@ def test_null_is_as_if_a_field_inside_were_not_there() -> None:
             except ValidationError as error:
                 wrong = [one["loc"][:1] for one in error.errors()]
                 assert field.is_required() or (named,) not in wrong, (kind, name)
-
-
-def some_of(names: list[str]) -> list[str]:
-    return random.Random(SEED).sample(names, min(len(names), max(8, NUM // 30)))
-
-
-class Talk:
-    """A random conversation, as chats and as responses have it; each text has a word of its own."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.words: list[str] = []
-        """What must be in the prompt."""
-        self.messages: list[dict[str, Any]] = []
-        self.items: list[dict[str, Any]] = []
-        for _ in range(rng.choice([0, 0, 1, 2])):
-            self.says(self.pick("system", "developer"))
-        for turn in range(rng.randint(1, 3)):
-            self.says("user")
-            if rng.random() < 0.5:
-                self.calls(turn)
-            self.answers()
-            if rng.random() < 0.15:
-                self.says(self.pick("system", "developer"))
-        self.says("user")
-
-    def pick(self, *values: Any) -> Any:
-        return self.rng.choice(values)
-
-    def word(self) -> str:
-        word = "w" + "".join(self.rng.choices("bcdfghjk", k=7))
-        self.words.append(word)
-        return word
-
-    def empty(self, *names: str) -> dict[str, Any]:
-        """Return some of these fields, with values that mean nothing."""
-        return {name: self.pick(*EMPTY) for name in names if self.rng.random() < 0.3}
-
-    def says(self, role: str) -> None:
-        word = self.word()
-        kind = {"type": "text", "text": word}
-        content = self.pick(word, [kind], [kind, {"type": "text", "text": ""}])
-        more = self.empty("name", "tool_calls", "refusal", "reasoning", "function_call", "audio")
-        self.messages.append({"role": role, "content": content, **more})
-        parts = word if isinstance(content, str) else [{"type": "input_text", "text": word}]
-        self.items.append({"role": role, "content": parts, **self.pick({}, {"type": None})})
-
-    def answers(self) -> None:
-        word = self.word()
-        more = self.empty("name", "tool_calls", "refusal", "annotations", "audio")
-        more |= self.pick({}, {"reasoning_content": "Hm."}, {"reasoning": "Hm."}, {"extra": 1})
-        self.messages.append({"role": "assistant", "content": word, **more})
-        self.items.append(
-            {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
-            | {"content": [{"type": "output_text", "text": word, "annotations": []}]}
-        )
-
-    def arguments(self) -> Any:
-        word = self.word()
-        given = self.pick(
-            *({"city": word}, {"city": [word, None, 1.5]}, f'{{"city": "{word}', f"[{word!r}]"),
-            *(f'"{word}"', word, f'{{"city": "He said "{word}""}}', f"{word}: [", None, "", "null"),
-        )
-        if given in (None, "", "null"):
-            self.words.pop()
-        return json.dumps(given) if isinstance(given, dict) and self.rng.random() < 0.7 else given
-
-    def calls(self, turn: int) -> None:
-        calls, results = [], []
-        for number in range(self.pick(1, 1, 2)):
-            call_id, name, result = f"call{turn}000{number}", self.word(), self.word()
-            function = {"name": name, "arguments": self.arguments()}
-            extra = self.pick({}, {"parsed_arguments": {}}, {"extra_content": {}})
-            kind = self.pick({"type": "function"}, {}, {"type": None}, {"type": ""})
-            calls.append({"id": call_id, **kind, "function": {**function, **extra}, **extra})
-            results.append({"role": "tool", "tool_call_id": call_id, "content": result})
-            results[-1] |= self.empty("name")
-            self.items.append({"type": "function_call", "call_id": call_id, **function, **extra})
-            self.items.append(
-                {"type": "function_call_output", "call_id": call_id, "output": result}
-            )
-        content = self.pick({}, {"content": None}, {"content": ""}, {"content": []})
-        self.messages.append({"role": "assistant", "tool_calls": calls, **content})
-        self.messages += results
-
-
-def prompt_of_chat(server: Running, body: dict[str, Any]) -> str:
-    reply = server.send("/tokenize", body)
-    assert reply.status == 200, reply.body
-    return str(server.send("/detokenize", {"tokens": reply.body["tokens"]}).body["prompt"])
-
-
-def prompt_of_response(server: Running, given: dict[str, Any]) -> str:
-    body = ResponsesRequest.model_validate(given)
-    messages = messages_of(body.instructions, body.input)
-    return render(server.state, messages, chat_template_kwargs=body.chat_template_kwargs)
-
-
-def test_what_a_conversation_says_is_in_its_prompt(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In chats and in responses, with templates in the shapes of all families."""
-    rng = random.Random(SEED)
-    more = {"chat_template_kwargs": {"bos_token": ""}}  # the shipped tokenizer has none
-    for number in range(NUM // 3):
-        family = rng.choice(list(TEMPLATES))
-        monkeypatch.setattr(server.state, "chat_template", TEMPLATES[family])
-        talk = Talk(rng)
-        chat = {"messages": talk.messages, **more}
-        if rng.random() < 0.4:
-            chat["tools"] = [{"type": "function", "function": FUNCTION}]
-        response = {"instructions": "winstruct", "input": talk.items, **more}
-        for text, words in (
-            (prompt_of_chat(server, chat), talk.words),
-            (prompt_of_response(server, response), ["winstruct", *talk.words]),
-        ):
-            missing = [word for word in words if word not in text]
-            assert not missing, (number, family, missing, talk.messages, text)

@@ -3,15 +3,12 @@
 import json
 from typing import Any
 
-import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
-from nanovllm.apps.server.protocol.responses import ResponsesRequest
-from nanovllm.apps.server.response_items import ResponseBuilder, items_of, messages_of
+from nanovllm.apps.server.responses_route import ResponsesRequest, messages_of
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import CITY, Running
 
@@ -44,7 +41,7 @@ def test_answers_a_question(client: OpenAI) -> None:
     assert found.id.startswith("resp_")
     assert found.metadata == {"a": "b"}
     assert found.temperature == 0.0
-    assert found.store is True
+    assert found.store is False
     (item,) = found.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
@@ -59,7 +56,6 @@ def test_streams_by_named_events(client: OpenAI, server: Running) -> None:
     assert kinds[2:4] == ["output_item.added", "content_part.added"]
     assert kinds[4:-4] == ["output_text.delta"] * len(deltas)
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
-    assert found.usage is not None
     reply = server.send("/v1/responses", {"input": QUESTIONS[1], "stream": True})
     lines = reply.body.splitlines()
     assert lines[0] == "event: response.created"
@@ -70,16 +66,6 @@ def test_input_tokens_are_counted(client: OpenAI) -> None:
     found = respond(client, input="Hi", tools=[TOOL], max_output_tokens=1)
     counted = client.responses.input_tokens.count(model=MODEL, input="Hi", tools=[TOOL])
     assert counted.input_tokens == found.usage.input_tokens
-    go_on: Any = {"previous_response_id": found.id, "input": "Hi"}
-    more = client.responses.input_tokens.count(model=MODEL, **go_on)
-    assert more.input_tokens == respond(client, **go_on).usage.input_tokens
-
-
-def test_the_streaming_helper_of_the_client(client: OpenAI) -> None:
-    with client.responses.stream(model=MODEL, input=QUESTIONS[2]) as stream:
-        texts = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
-        assert texts[-1] == ANSWERS[2]
-        assert stream.get_final_response().output_text == ANSWERS[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -158,42 +144,38 @@ def test_parsed_output_of_the_client(client: OpenAI) -> None:
     ) as stream:
         found = stream.get_final_response()
     assert found.output[0].type == "function_call"
-    assert found.output[0].parsed_arguments.keys() == {"city"}  # type: ignore[attr-defined]
+    assert found.output[0].parsed_arguments.keys() == {"city"}
 
 
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 SPOKEN = (
-    "<think>\nThe user asks.\n</think>\n\nLet me look.\n"
+    "\n\nLet me look.\n"
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 )
+GRAMMAR = f'start: <think> "\\nThe user asks.\\n" </think> {json.dumps(SPOKEN)}'
+"""The shipped model does not reason: a grammar makes it write the tags, which are tokens."""
 
 
-def test_reasoning_text_and_calls_are_items() -> None:
-    response: dict[str, Any] = {
-        "id": "resp_1",
-        "object": "response",
-        "created_at": 1,
-        "model": MODEL,
-        "output": [],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    }
-    builder = ResponseBuilder(response)
-    parser = find_answer_format("<tool_call></think>", "auto", "auto").parser(
-        has_tools=True, starts_in_reasoning=False
-    )
-    parts = [part for character in SPOKEN for part in parser.feed(character)] + parser.finish()
-    events = [*builder.start(), *(event for part in parts for event in builder.add(part))]
-    events += builder.finish("completed")
-    reasoning, message, *calls = response["output"]
-    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "The user asks.")
-    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me look.")
-    assert [(call["name"], call["arguments"]) for call in calls] == [
-        ("now", "{}"),
-        ("weather", '{"city": "Rome"}'),
-    ]
-    assert {item["status"] for item in response["output"]} == {"completed"}
+def test_reasoning_text_and_calls_are_items(client: OpenAI, server: Running) -> None:
+    body = {"input": "Hi", "tools": [TOOL, OTHER_TOOL], "structured_outputs": {"grammar": GRAMMAR}}
+    response = server.send("/v1/responses", body).body
+    text = server.send("/v1/responses", {**body, "stream": True}).body
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    streamed = events[-1]["response"]
+    for found in (response, streamed):
+        reasoning, message, *calls = found["output"]
+        assert (reasoning["type"], reasoning["content"][0]["text"]) == (
+            *("reasoning", "The user asks."),
+        )
+        assert (message["type"], message["content"][0]["text"]) == ("message", "Let me look.")
+        assert [(call["name"], call["arguments"]) for call in calls] == [
+            ("now", "{}"),
+            ("weather", '{"city": "Rome"}'),
+        ]
+        assert {item["status"] for item in found["output"]} == {"completed"}
+        counted = found["usage"]["output_tokens_details"]["reasoning_tokens"]
+        assert 0 < counted < found["usage"]["output_tokens"]
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert [kind for kind, last in zip(kinds, ["", *kinds], strict=False) if kind != last] == [
         *("created", "in_progress"),
@@ -207,36 +189,29 @@ def test_reasoning_text_and_calls_are_items() -> None:
         *("function_call_arguments.done", "output_item.done"),
         "completed",
     ]
-    # What the client's types demand of each event.
     adapter: Any = TypeAdapter(ResponseStreamEvent)
-    for event in events:
+    for event in events:  # what the client's types demand of each
         adapter.validate_python(event)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_split_off(client: OpenAI, stream: bool) -> None:
-    """The shipped model does not reason: a grammar makes it write the tags, which are tokens."""
-    grammar = 'start: <think> "\\nThe user asks.\\n" </think> "\\n\\nLet me look."'
-    options: dict[str, Any] = {"structured_outputs": {"grammar": grammar}}
-    fields: dict[str, Any] = {"input": "Hi", "extra_body": options}
-    events, found = events_of(client, **fields) if stream else ([], respond(client, **fields))
-    reasoning, message = found.output
-    assert reasoning.content[0].text == "The user asks."
-    assert message.content[0].text == found.output_text == "Let me look."
-    counted = found.usage.output_tokens_details.reasoning_tokens
-    assert 0 < counted < found.usage.output_tokens
-    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-    assert "".join(deltas) == ("The user asks." if stream else "")
-    options["include_reasoning"] = False
-    (message,) = respond(client, **fields).output
-    assert message.content[0].text == "Let me look."
-    again = respond(client, input=[{"role": "user", "content": QUESTIONS[0]}, *found.output])
+    hidden = server.send("/v1/responses", {**body, "include_reasoning": False}).body
+    assert [item["type"] for item in hidden["output"]] == ["message", *["function_call"] * 2]
+    again = respond(client, input=[{"role": "user", "content": "Hi"}, *response["output"]])
     assert again.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
+)
+def test_responses_are_not_stored(server: Running, method: str, path: str) -> None:
+    reply = server.send(f"/v1/responses/resp_1{path}", method=method)
+    assert reply.status == 404
+    assert "there is no response 'resp_1': responses are not stored; send" in reply.error["message"]
 
 
 def test_items_become_messages() -> None:
     body = ResponsesRequest.model_validate(
         {
+            "instructions": "Think.",
             "input": [
                 {"role": "developer", "content": "Be brief."},
                 {"role": "user", "content": "Hi"},
@@ -249,12 +224,10 @@ def test_items_become_messages() -> None:
                 {"type": "reasoning", "id": "rs_3", "summary": [], "encrypted_content": "x"},
                 {"role": "assistant", "content": "Both.", "status": "completed", "id": "msg_1"},
                 {"role": "assistant", "content": "Done."},
-            ]
+            ],
         }
     )
-    found = [
-        m.model_dump(exclude_none=True) for m in messages_of("Think.", items_of(body.input, {}))
-    ]
+    found = [message.model_dump(exclude_none=True) for message in messages_of(body)]
     system, developer, user, calls, *results, both, done = found
     assert (system["role"], system["content"]) == ("system", "Think.")
     assert developer["role"] == "developer"
@@ -267,71 +240,38 @@ def test_items_become_messages() -> None:
     assert done == {"role": "assistant", "content": "Done."}
 
 
+OTHER = {"type": "function", "name": "f"}
+FORM = {"type": "json_schema", "schema": {"type": "x"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({}, "input", "missing"),
-        ({"input": []}, "input", "at least 1"),
-        ({"input": "Hi", "previous_response_id": "r"}, "previous_response_id", "not stored"),
-        ({"input": "Hi", "background": True}, "background", "leave it out"),
-        (
-            {"input": "Hi", "tools": [{"type": "web_search"}]},
-            "tools[0].type",
-            "'web_search' is not",
-        ),
-        ({"input": "Hi", "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"input": "Hi", "tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
-        (
-            {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
-            "tool_choice",
-            "a tool named 'f'",
-        ),
-        ({"input": "Hi", "n": 2}, "n", "leave it out"),
-        ({"input": "Hi", "max_tokens": 2}, "max_tokens", "max_output_tokens"),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
-        ({"input": "Hi", "temperature": -1}, "temperature", ">= 0, got -1"),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_schema"}}},
-            "text.format.schema",
-            "needs",
-        ),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "text.format",
-            "cannot be used",
-        ),
-        (
-            {"input": "Hi", "text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
-            "text.format",
-            "guided_regex and text.format both say",
-        ),
-        ({"input": "Hi", "guided_regex": "(a"}, "guided_regex", "cannot be used"),
+        ({"previous_response_id": "r"}, "previous_response_id", "not stored"),
+        ({"background": True}, "background", "leave it out"),
+        ({"conversation": "c"}, "conversation", "send the earlier items as input"),
+        ({"include": ["all"]}, "include", "reasoning.encrypted_content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice", "'required'"),
+        ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "a tool named 'f'"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs"),
+        ({"text": {"format": FORM}}, "text.format", "cannot be used"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format", "both"),
         ({"input": "Hi " * 2000}, "input", "1024"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "there is no item 'x'"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]", "must be of type message"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "are not stored"),
+        ({"input": [CALL] * 129}, "input", "at most 128 calls in succession"),
         ({"input": [{"role": "me", "content": ""}]}, "input[0].role", "'assistant'"),
-        ({"input": [{"role": "user", "content": "", "x": 1}]}, "input[0].x", "no field 'x'"),
-        ({"input": 5}, "input", "valid string"),
-        (
-            {"input": "Hi", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}},
-            "tool_choice.tools",
-            "there is no field 'tools'",
-        ),
-        (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": 5}]},
-            "input[0].arguments",
-            "valid string",
-        ),
-        ({"input": "Hi", "inptu": 1}, "inptu", "did you mean 'input'"),
+        ({"input": [{**CALL, "arguments": 5}]}, "input[0].arguments", "valid string"),
     ],
 )
 def test_bad_requests_are_refused(
     server: Running, fields: dict[str, Any], param: str, message: str
 ) -> None:
-    reply = server.send("/v1/responses", fields)
-    assert reply.status == 400
-    assert reply.error["param"] == param
+    reply = server.send("/v1/responses", {"input": "Hi", **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)
     assert message in reply.error["message"]
 
 
@@ -344,8 +284,7 @@ def test_a_long_conversation_is_cut_if_asked(client: OpenAI) -> None:
         assert found.truncation == "auto"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_call_if_asked(client: OpenAI, stream: bool) -> None:
+def test_one_call_if_asked(client: OpenAI) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     fields: Any = {
         "input": "Hi",
@@ -353,12 +292,21 @@ def test_one_call_if_asked(client: OpenAI, stream: bool) -> None:
         "parallel_tool_calls": False,
         "extra_body": {"structured_outputs": {"choice": [f"{call}\n{call}"]}},
     }
-    found = events_of(client, **fields)[1] if stream else respond(client, **fields)
+    found = respond(client, **fields)
     assert [(item.type, item.name) for item in found.output] == [("function_call", "now")]
 
 
-def test_errors_reach_the_client(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.responses.create(model="other", input="Hi")
-    with pytest.raises(openai.BadRequestError, match="hosted|calls no tools itself"):
-        respond(client, input="Hi", tools=[{"type": "web_search"}], stream=True)
+def test_too_long_a_prompt_has_openais_code(server: Running) -> None:
+    """Symptom: agents did not shorten the conversation, as the client shows them no code."""
+    for size in (2000, 400_000):  # refused by its tokens, and before they are all counted
+        messages = [{"role": "user", "content": "Hi " * size}]
+        for path, body in (
+            ("/v1/responses", {"input": "Hi " * size}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 1}),
+        ):
+            reply = server.send(path, body)
+            error = reply.body["error"]
+            assert reply.status == 400
+            assert "prompt is too long" in error["message"]
+            assert path == "/v1/messages" or error["code"] == "context_length_exceeded"

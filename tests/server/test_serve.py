@@ -37,15 +37,7 @@ class Process:
     """A server in a process, ready to answer."""
 
     def __init__(self, *flags: str, **variables: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "nanovllm.apps.cli.main",
-            "serve",
-            demo_model.MODEL,
-            "--port",
-            "0",
-        ]
+        command = [sys.executable, "-m", "nanovllm", "serve", demo_model.MODEL, "--port", "0"]
         self.process = subprocess.Popen(
             [*command, *FLAGS, *flags],
             stderr=subprocess.PIPE,
@@ -54,7 +46,6 @@ class Process:
             cwd=ROOT,
         )
         self.lines: list[str] = []
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
             if "try: " in line or '"KV cache of' in line:
@@ -64,7 +55,6 @@ class Process:
         self.url = f"http://127.0.0.1{found[1]}" if found else ""
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         self.lines += self.process.stderr
 
     @property
@@ -111,13 +101,10 @@ def serving(*flags: str, **variables: str) -> Iterator[Process]:
         server.process.wait()
 
 
-@pytest.mark.parametrize("value", [",", ",,", ""])
-def test_a_variable_without_a_key_is_no_open_door(value: str) -> None:
-    if value:
-        with pytest.raises(ConfigError, match="which has no key: set one, or unset it"):
-            keys_of_environment({"NANOVLLM_API_KEY": value})
-    else:
-        assert keys_of_environment({"NANOVLLM_API_KEY": value}) == ()
+def test_a_variable_without_a_key_is_no_open_door() -> None:
+    with pytest.raises(ConfigError, match="which has no key: set one, or unset it"):
+        keys_of_environment({"NANOVLLM_API_KEY": ",,"})
+    assert keys_of_environment({"NANOVLLM_API_KEY": ""}) == ()
 
 
 def test_serves_and_drains(tmp_path: Path) -> None:
@@ -127,7 +114,7 @@ def test_serves_and_drains(tmp_path: Path) -> None:
         assert "KV cache of" in server.log
         assert server.send("/ready") == (200, {"status": "ready"})
         assert server.send("/v1/models")[1]["data"][0]["id"] == "mine"
-        later = Later(server, {**ENDLESS, "max_tokens": 2000})
+        later = Later(server, {**ENDLESS, "max_tokens": 600})
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert server.send("/health")[0] == 200
@@ -137,16 +124,17 @@ def test_serves_and_drains(tmp_path: Path) -> None:
             assert answer["error"]["code"] == "shutting_down"
         later.join()
         assert later.status == 200
-        assert later.answer["usage"]["completion_tokens"] == 2000
+        assert later.answer["usage"]["completion_tokens"] == 600
         assert server.process.wait(20) == 0
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log
         assert "Traceback" not in server.log
 
 
+@pytest.mark.long
 def test_the_log_of_a_start_as_json() -> None:
     """Every line, from the choices of the engine to the end; scrapes are not in it."""
     with serving("--log-format", "json") as server:
-        for path in ("/health", "/status.json", "/v1/models"):
+        for path in ("/health", "/v1/models"):
             assert server.send(path)[0] == 200
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             assert answer.status == 200
@@ -159,6 +147,7 @@ def test_the_log_of_a_start_as_json() -> None:
     assert messages[-1].startswith("finishing 0 requests")
 
 
+@pytest.mark.long
 def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     """On a Unix socket, which is removed; and the API keys are not in the log."""
     path = tmp_path / "server.sock"
@@ -185,6 +174,7 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert "other-key" not in server.log
 
 
+@pytest.mark.long
 def test_a_dead_worker_ends_the_server() -> None:
     """kill -9 of a worker: its requests get 500 with the reason, the process ends with status 1."""
     with serving("--tensor-parallel-size", "2", "--device", "cpu") as server:
@@ -256,15 +246,12 @@ def test_a_taken_port_is_noticed_before_the_model_is_loaded(
     ("argv", "message"),
     [
         (["--port", "70000"], "port must be"),
-        (["--max-waiting", "0"], "--max-waiting must be"),
         (["--max-connections", "10000000"], "--max-connections must be an integer from 1 to"),
         (["--host", "not a host"], "; name another --host"),
         (["--host", "192.0.2.1"], "Cannot assign requested address; name another --host"),
         (["--uds", "x" * 200], "AF_UNIX path too long; name another --uds"),
         (["--api-key", "two words"], "an API key must be"),
         (["--tool-call-parser", "nothing"], "--tool-call-parser must be"),
-        (["--max-num-seqs", "0"], "--max-num-seqs must be"),
-        (["--prot", "80"], "did you mean '--port'"),
         (["--temperature", "1"], "there is no flag --temperature"),
         (["prompt"], "'prompt' names no model: give a path, a hub id"),
     ],
@@ -285,6 +272,7 @@ def test_says_what_to_install(
     assert "pip install -e '.[server]' -c constraints.txt" in error
 
 
+@pytest.mark.long
 def test_the_library_does_not_need_the_extras() -> None:
     code = (
         "import nanovllm.apps.cli.main, sys; nanovllm.LLM, nanovllm.AsyncLLM; "

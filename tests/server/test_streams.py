@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.every_case import EVERY_CASE
 from tests.glossary import QUESTIONS
 from tests.helpers import HAS_GRAMMARS
 from tests.server.conftest import Running
 
 Answer = dict[str, Any]
+SEEDS = 30 if EVERY_CASE else 12
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -164,7 +166,7 @@ def plain_chat(answer: Answer) -> Any:
     return plain(answer)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_streamed_chat_is_the_whole_chat(server: Running, seed: int) -> None:
     options = chat_options(random.Random(seed))
     whole = ask(server, CHAT, options)
@@ -176,7 +178,7 @@ def test_streamed_chat_is_the_whole_chat(server: Running, seed: int) -> None:
                 assert choice["logprobs"] is not None or options.get("tools"), options
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_streamed_completion_is_the_whole_completion(server: Running, seed: int) -> None:
     options = completion_options(random.Random(seed))
     whole = ask(server, COMPLETIONS, options)

@@ -46,15 +46,14 @@ def test_an_answer_fits_its_schema(client: OpenAI, form: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "choice"),
     [
-        {"structured_outputs": {"regex": "a"}},
-        {"guided_choice": ["a"]},
-        {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
+        ({"guided_choice": ["a"]}, "required"),
+        (
+            {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
+            {"type": "function", "function": {"name": "get_time"}},
+        ),
     ],
-)
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
 )
 def test_a_form_beside_a_tool_that_must_be_called_is_refused(
     server: Running, form: dict[str, Any], choice: Any
@@ -86,8 +85,7 @@ def test_a_response_format_beside_a_tool_that_must_be_called(client: OpenAI) -> 
     assert found.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize(("is_inner", "stream"), [(False, True), (True, False), (True, True)])
 def test_a_schema_beyond_a_limit_is_the_clients_error(
     server: Running, is_inner: bool, stream: bool
 ) -> None:

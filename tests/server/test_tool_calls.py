@@ -49,16 +49,9 @@ def test_a_named_tool_is_called_once(client: OpenAI, stream: bool) -> None:
     assert arguments["days"] in (1, 7)
     assert not choice.message.content
     assert choice.finish_reason == "tool_calls"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_some_tool_is_called(client: OpenAI, stream: bool) -> None:
     choice = chat(client, stream=stream, tool_choice="required", parallel_tool_calls=False)
     ((name, arguments),) = calls_of(choice)
-    if name == "weather":
-        jsonschema.validate(arguments, CITY)
-    else:
-        assert (name, arguments) == ("now", {})
+    jsonschema.validate(arguments, CITY if name == "weather" else {"maxProperties": 0})
 
 
 def test_every_answer_of_n_calls(client: OpenAI) -> None:
@@ -114,7 +107,7 @@ def test_a_stop_string_inside_a_call(
 
 
 def test_a_call_that_is_cut_off(client: OpenAI) -> None:
-    for max_tokens in range(1, 22, 4):
+    for max_tokens in (1, 9, 17):
         asked: Any = {"tool_choice": WEATHER, "max_tokens": max_tokens}
         choice = chat(client, **asked)
         assert choice.finish_reason == "length"

@@ -1,6 +1,5 @@
 """Every rule on a request answers 400 in OpenAI's form and names the field; then all is well."""
 
-import json
 import urllib.request
 from typing import Any
 
@@ -8,7 +7,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from nanovllm.apps.server import params
+from nanovllm.apps.server import generation
 from tests.server.conftest import Running
 
 MESSAGES = [{"role": "user", "content": "What is paged attention?"}]
@@ -17,28 +16,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.5}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"presence_penalty": 3}, "presence_penalty"),
-    ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
     ({"n": 10**30}, "n"),
-    ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -5}, "max_tokens"),
-    ({"max_tokens": 2**31}, "max_tokens"),
     ({"max_tokens": 10**400}, "max_tokens"),
-    ({"max_tokens": "7"}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
-    ({"seed": -(2**63) - 1}, "seed"),
     ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop"),
-    ({"stop": [1]}, "stop[0]"),
     ({"stop": ["x"] * 65}, "stop"),
     ({"stop": ["x" * 2000]}, "stop[0]"),
     ({"stop_token_ids": [1] * 2000}, "stop_token_ids"),
@@ -46,42 +31,25 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["x", "x" * 65]}, "bad_words[1]"),
     ({"guided_choice": ["x"] * 2000}, "guided_choice"),
     ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
     ({"allowed_token_ids": [1] * 65537}, "allowed_token_ids"),
-    ({"bad_words": [""]}, "bad_words"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),
-    ({"logit_bias": [1]}, "logit_bias"),
-    ({"prompt_logprobs": -2}, "prompt_logprobs"),
     ({"prompt_logprobs": 5000}, "prompt_logprobs"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"ignore_eos": "yes"}, "ignore_eos"),
-    ({"skip_special_tokens": 1}, "skip_special_tokens"),
-    ({"priority": 2**40}, "priority"),
-    ({"priority": "high"}, "priority"),
     ({"priority": -1}, "priority"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-    ({"user": 7}, "user"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"cache_salt": 7}, "cache_salt"),
     ({"request_id": ""}, "request_id"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"length_penalty": 2.0}, "length_penalty"),
     ({"temprature": 1.0}, "temprature"),
-    ({"model": 3}, "model"),
-    ({"response_format": "json"}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"guided_json": "[" * 60000}, "guided_json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regxe": "a"}}, "structured_outputs"),
@@ -90,94 +58,58 @@ BOTH: list[tuple[dict[str, Any], str]] = [
         "response_format",
     ),
 ]
+ITEM = {"role": "user", "content": ""}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+BAD_CALL = {"id": "a", "function": {"name": "f", "arguments": ["a"]}}
 OF_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": MESSAGES * 5000}, "messages"),
-    ({"messages": "hello"}, "messages"),
     ({"messages": [{}]}, "messages[0].role"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [*MESSAGES, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1]"),
+    ({"messages": [{**ITEM, "content": [IMAGE]}]}, "messages[0]"),
     (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
-                    ],
-                }
-            ]
-        },
-        "messages[0]",
-    ),
-    (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": ["a"]}}],
-                }
-            ]
-        },
+        {"messages": [{**ITEM, "tool_calls": [BAD_CALL]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": -3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": {"a": 1}}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"add_special_tokens": True}, "add_special_tokens"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
-    ({"audio": {"voice": "alloy"}}, "audio"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": None}, "prompt"),
     ({"prompt": 7}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt[1]"),
     ({"prompt": ["a", 1]}, "prompt[1]"),
-    ({"prompt": [1, -1]}, "prompt"),
     ({"prompt": [1, 10**40]}, "prompt"),
     ({"prompt": [5000]}, "prompt"),
     ({"prompt": [[1], []]}, "prompt[1]"),
-    ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": "word " * 2000}, "prompt"),
     ({"prompt": "a" * 10**6}, "prompt"),
     ({"prompt": "a" * 10**6, "truncate_prompt_tokens": 4}, "prompt"),
     ({"prompt": [1] * 1024}, "prompt"),
-    ({"logprobs": -2}, "logprobs"),
     ({"logprobs": 5000}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
 
 
-def cases() -> list[Any]:
-    found = []
-    for path, rules in (
-        (CHAT, BOTH + OF_CHAT),
-        (COMPLETIONS, BOTH + OF_COMPLETIONS),
-    ):
-        for fields, param in rules:
-            name = f"{path.split('/')[2]}-{param}-{json.dumps(fields)[:40]}"
-            found.append(pytest.param(path, fields, param, id=name))
-    return found
+CASES = [
+    *((CHAT, fields, param) for fields, param in BOTH + OF_CHAT),
+    *((COMPLETIONS, fields, param) for fields, param in BOTH[::4] + OF_COMPLETIONS),
+]
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
@@ -185,7 +117,7 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
     return {**given, "max_tokens": 8, **fields}
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), cases())
+@pytest.mark.parametrize(("path", "fields", "param"), CASES)
 def test_a_broken_rule_is_named(
     server: Running, path: str, fields: dict[str, Any], param: str
 ) -> None:
@@ -197,35 +129,27 @@ def test_a_broken_rule_is_named(
     assert reply.error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
     "body",
     [
         b"",
-        b"{",
         b"nothing",
         b"[]",
-        b'"text"',
         b'{"prompt": "a", "messages": [], "temperature": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "a", "prompt": "b"}',
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": "\\ud800"}',
-        b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
         b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}",
-        b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}",
         b'{"logit_bias": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
         b'{"prompt": [' + b"1," * 300000 + b"1]}",
-        b"\x00" * 100,
         "﻿{}".encode(),
         b'{"prompt": "a"} {"prompt": "b"}',
     ],
-    ids=range(20),
+    ids=range(13),
 )
-def test_a_body_that_is_no_request(server: Running, path: str, body: bytes) -> None:
-    reply = server.send(path, body)
+def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
+    reply = server.send(COMPLETIONS, body)
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
 
@@ -278,11 +202,8 @@ def test_errors_of_the_client_library(client: OpenAI) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("GET", "/docs", 404),
         ("GET", CHAT, 405),
-        ("POST", "/health", 405),
         ("DELETE", "/v1/models", 405),
-        ("GET", "/v1/embeddings", 405),
         ("GET", "/v1/models/other", 404),
     ],
 )
@@ -313,7 +234,6 @@ def test_what_a_client_tries_first_is_told_in_words(server: Running) -> None:
         assert (answer.status, answer.read()) == (200, b"")
 
 
-ITEM = {"role": "user", "content": ""}
 CALL = {"function": {"name": "f", "arguments": ""}}
 TOOL = {"type": "function", "name": "f"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -325,12 +245,10 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         ("/v1/responses", {"input": [ITEM] * 100000}, "input"),
         ("/v1/responses", {"input": [{}] * 100000}, "input[0].role"),
         ("/v1/responses", {"input": [{**ITEM, "content": [{}] * 5000}]}, "input[0].content"),
-        ("/v1/responses", {"input": "a", "tools": [TOOL] * 129}, "tools"),
         ("/tokenize", {"messages": [ITEM] * 100000}, "messages"),
         ("/tokenize", {"prompt": "a", "tools": [FUNCTION] * 129}, "tools"),
         (CHAT, {"messages": [{**ITEM, "tool_calls": [CALL] * 100}] * 50}, "messages"),
         (CHAT, {"messages": [{**ITEM, "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
-        (CHAT, {"messages": [{**ITEM, "content": [{}] * 5000}]}, "messages[0].content"),
         (CHAT, {"messages": MESSAGES, "documents": [{}] * 5000}, "documents"),
     ],
 )
@@ -343,7 +261,7 @@ def test_an_answer_has_so_many_logprobs_at_most(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Symptom: one request took 0.6 GiB, and more the larger max_model_len and max_logprobs are."""
-    monkeypatch.setattr(params, "MAX_ANSWER_LOGPROBS", 1000)
+    monkeypatch.setattr(generation, "MAX_ANSWER_LOGPROBS", 1000)
     body = {"prompt": "a", "logprobs": 9, "ignore_eos": True}
     assert server.send(COMPLETIONS, {**body, "max_tokens": 100}).status == 200
     for more in ({"max_tokens": 101}, {"max_tokens": 51, "n": 2}, {"prompt_logprobs": 1000}):
@@ -358,16 +276,10 @@ def test_an_answer_has_so_many_logprobs_at_most(
 
 TWO_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": 7}, "stop should be a valid string or a valid list, got 7"),
-    (CHAT, {"stop": ["x"] * 65}, "stop should have at most 64 items"),
     (CHAT, {"stop": ["a", "x" * 2000]}, "stop[1] string should have at most 1024 characters"),
     (CHAT, {"messages": [{**ITEM, "content": [{}] * 5000}]}, "at most 4096 items"),
-    (
-        CHAT,
-        {"messages": [{**ITEM, "content": ["a"]}]},
-        "messages[0].content[0] should be an object",
-    ),
+    (CHAT, {"messages": [{**ITEM, "content": ["a"]}]}, "content[0] should be an object"),
     (CHAT, {"tools": [FUNCTION], "tool_choice": "any"}, "'none', 'auto' or 'required', got 'any'"),
-    (CHAT, {"tools": [FUNCTION], "tool_choice": 7}, "'auto' or 'required' or an object, got 7"),
     (
         CHAT,
         {"tools": [FUNCTION], "tool_choice": {"type": "tool", "function": {"name": "f"}}},
@@ -379,8 +291,6 @@ TWO_KINDS: list[tuple[str, dict[str, Any], str]] = [
         "tool_choice.function.name is missing",
     ),
     (CHAT, {"guided_json": 7}, "guided_json should be an object or a valid string, got 7"),
-    (COMPLETIONS, {"prompt": 7}, "prompt should be a valid string or a valid list, got 7"),
-    ("/v1/responses", {"input": 7}, "input should be a valid string or a valid list, got 7"),
 ]
 
 
@@ -419,7 +329,6 @@ def test_the_schema_knows_no_422(server: Running) -> None:
     ("path", "words"),
     [
         ("/pause", "start the server with --dev-mode"),
-        ("/init_weight_transfer_engine", "start the server with --dev-mode"),
         ("/start_profile", "start the server with --profile-dir"),
         ("/sleep", "start the server with --enable-sleep-mode"),
         ("/v1/batches", "use `nanovllm batch`"),
@@ -434,7 +343,6 @@ def test_a_route_of_another_server_says_what_to_use(server: Running, path: str, 
     ("fields", "words"),
     [
         ({"ebnf": "root ::= 'a'"}, "use structured_outputs, such as {"),
-        ({"n_predict": 8}, "use max_tokens"),
         ({"mirostat": 2}, "use temperature, top_p or min_p"),
         (
             {"separate_reasoning": True, "mirostat": 0, "mirostat_tau": 5.0, "cache_prompt": True},
@@ -465,14 +373,12 @@ def test_structural_tags_say_what_to_use(server: Running) -> None:
     [
         ("/v1/v1/chat/completions", "; did you mean '/v1/chat/completions'?"),
         ("/chat/completions", "; did you mean '/v1/chat/completions'?"),
-        ("/completions", "; did you mean '/v1/completions'?"),
         ("/v1/chat/completion", "; did you mean '/v1/chat/completions'?"),
         ("/v1/completions/", "; did you mean '/v1/completions'?"),
         ("/llm/metrics", "; did you mean '/metrics'?"),
         ("/api/generate", ": use POST /v1/chat/completions"),
         ("/v1/", ": routes begin with it: it belongs to the address that a client is given"),
         ("/api/unknown", "; /openapi.json lists all"),
-        ("/%00%1b", "; /openapi.json lists all"),
         ("/" + "x" * 5000, "; /openapi.json lists all"),
     ],
 )

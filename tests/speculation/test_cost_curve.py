@@ -1,9 +1,10 @@
-"""What steps cost: interpolation, and corrections that a noisy machine does not mislead."""
+"""What steps and proposing cost: interpolation, and corrections that noise does not mislead."""
 
 import pytest
 
-from nanovllm.features.speculation.cost_curve import CostCurve
+from nanovllm.features.speculation.cost_curve import CostCurve, DraftCosts
 
+DRAFTS = ((1, 0.3, 0.1), (4, 0.6, 0.2))
 MEASURED = ((1, 1.0), (8, 1.0), (16, 2.0), (32, 4.0))
 
 
@@ -33,36 +34,6 @@ def test_least_slope_is_a_lower_bound() -> None:
         slope = curve.least_slope(size)
         for larger in range(size + 1, 100):
             assert curve.at(larger) >= curve.at(size) + slope * (larger - size) - 1e-9
-
-
-@pytest.mark.parametrize("size", [8, 16, 12])
-def test_an_outlier_changes_nothing(size: int) -> None:
-    curve, same = CostCurve(MEASURED), CostCurve(MEASURED)
-    for step in range(100):
-        curve.observe(size, same.at(size) * (10 if step % 20 == 7 else 1))
-    for other in (1, 8, 12, 16, 32, 50):
-        assert curve.at(other) == pytest.approx(same.at(other))
-
-
-def test_all_steps_slower_changes_no_ratio() -> None:
-    """As when contexts grow: one size tells the others' scale too, once it is known."""
-    curve = CostCurve(MEASURED)
-    for _ in range(10):
-        curve.observe(8, 1.0)
-    for _ in range(30):
-        curve.observe(8, 1.5)
-    assert curve.at(8) == pytest.approx(1.5, rel=0.02)
-    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.15)
-
-
-@pytest.mark.parametrize("error", [0.5, 2.0])
-def test_a_wrong_measurement_is_repaired(error: float) -> None:
-    curve = CostCurve([(size, s * (error if size == 16 else 1)) for size, s in MEASURED])
-    for _ in range(20):
-        for size in (8, 16, 32):
-            curve.observe(size, CostCurve(MEASURED).at(size))
-    assert ratio(curve, 16, 8) == pytest.approx(2, rel=0.05)
-    assert ratio(curve, 32, 8) == pytest.approx(4, rel=0.05)
 
 
 def test_a_stair_between_measured_sizes_is_found() -> None:
@@ -123,3 +94,40 @@ def test_a_stair_beside_a_known_size_leaves_that_size_alone() -> None:
         curve.observe(66, 5.0)
     assert curve.at(66) == pytest.approx(5, rel=0.02)
     assert curve.at(64) == pytest.approx(4, rel=0.03)
+
+
+def test_without_a_network_proposing_is_free() -> None:
+    costs = DraftCosts(())
+    costs.plan([3, 1])
+    assert costs.by_rows(2) == ([0.0] * 3, [0.0] * 3)
+    assert costs.of_another_row(5) == costs.observe(2, 4, 1.0) == 0.0
+
+
+def test_rows_share_a_pass() -> None:
+    first, later = DraftCosts(DRAFTS).by_rows(4)
+    assert first == pytest.approx([0.0, 0.3, 0.4, 0.5, 0.6])
+    assert later[3] - later[2] == pytest.approx(0.1 / 3)
+    assert DraftCosts(DRAFTS).of_another_row(0) == pytest.approx(0.3)
+    assert DraftCosts(DRAFTS).of_another_row(1) == pytest.approx(0.1)
+
+
+def test_a_step_is_compared_with_its_own_plan() -> None:
+    """Symptom: a step is compared with a later one's plan, because steps overlap."""
+    costs = DraftCosts(DRAFTS)
+    costs.plan([1, 0, 0])
+    costs.plan([0, 0, 0])
+    costs.plan([2, 0, 1])
+    expected = costs.by_rows(2)[0][2] + costs.by_rows(2)[1][1]
+    assert costs.observe(1, 1, 0.3) == pytest.approx(0.0)
+    assert costs.observe(2, 3, expected + 0.25) == pytest.approx(0.25)
+    assert costs.observe(2, 3, 9.0) == 0.0, "a plan was used twice"
+
+
+def test_two_slow_steps_make_both_passes_dearer() -> None:
+    costs = DraftCosts(DRAFTS)
+    for _ in range(2):
+        costs.plan([1])
+        costs.observe(1, 1, 0.6)
+    first, later = costs.by_rows(1)
+    assert first[1] > 0.3
+    assert first[1] / later[1] == pytest.approx(3)

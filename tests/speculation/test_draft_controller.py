@@ -16,10 +16,10 @@ from hypothesis import (
 )
 
 from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
+from tests.every_case import EVERY_CASE
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-BATCHES = (1, 4, 8, 16, 64)
 
 
 def through(*points: tuple[int, float]) -> Curve:
@@ -118,13 +118,11 @@ def ideal(curve: Curve, rate: float, batch: int, draft_seconds: float = 0.0) -> 
     )
 
 
-@pytest.mark.thinned(3)
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
 def test_speed_is_near_the_ideal(curve: Curve, draft_seconds: float) -> None:
-    for batch in (1, 4, 16, 64):
+    for batch, num_steps in ((1, 300), (16, 100), *([(64, 30)] if EVERY_CASE else [])):
         for rate in (0.3, 0.7, 0.95):
-            num_steps = {1: 300, 4: 300, 64: 30}.get(batch, 100)
             simulation = Simulation(curve, draft_seconds=draft_seconds)
             found = speedup(simulation, rate, batch, num_steps)
             assert found >= 0.88 * ideal(curve, rate, batch, draft_seconds), (batch, rate)
@@ -156,20 +154,13 @@ def test_a_first_draft_that_costs_more_than_the_others() -> None:
     assert simulation.choices[-1] == [16]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @curves
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "network"])
 def test_useless_proposals_cost_two_percent(curve: Curve, draft_seconds: float) -> None:
-    for batch in BATCHES:
-        simulation = Simulation(curve, draft_seconds=draft_seconds, queue_depth=batch % 4 == 0)
+    for batch in (1, 8, 64):
+        simulation = Simulation(curve, draft_seconds=draft_seconds, queue_depth=batch > 1)
         assert speedup(simulation, 0.0, batch, 300) >= 1 / 1.02, batch
-
-
-def test_unknown_costs_mean_no_drafts() -> None:
-    controller = DraftController(8, (), ())
-    rows = [(Acceptance(), 8)] * 4
-    choices = [controller.choose(rows, 4) for _ in range(300)]
-    assert sum(map(sum, choices)) <= 16  # probes
 
 
 def test_a_request_that_turns_predictable_is_found_again() -> None:
@@ -191,11 +182,8 @@ def test_a_proposer_that_finds_nothing_is_asked_until_it_does() -> None:
     simulation.availability = 1.0
     simulation.run(row, [0.9], 20)
     assert sum(map(sum, simulation.choices[-20:])) > 50
-
-
-@curves
-def test_rare_matches_pay_too(curve: Curve) -> None:
-    assert speedup(Simulation(curve, availability=0.2), 0.9, 1, 400) > 1.2
+    rare = Simulation(CURVES["slow rise"], availability=0.2)
+    assert speedup(rare, 0.9, 1, 400) > 1.2
 
 
 def test_the_good_rows_get_the_drafts() -> None:
@@ -208,18 +196,18 @@ def test_the_good_rows_get_the_drafts() -> None:
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
 @curves
 def test_slow_steps_do_not_mislead(curve: Curve, rate: float, batch: int) -> None:
     simulation = Simulation(
         curve, noise=lambda rng: 10.0 if rng.random() < 0.05 else rng.uniform(0.96, 1.04)
     )
-    found = speedup(simulation, rate, batch, 300 if batch < 64 else 80)
+    found = speedup(simulation, rate, batch, 300)
     assert found >= (0.97 if rate == 0 else 0.85) * ideal(curve, rate, batch)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("error", [0.8, 2.0])
 @pytest.mark.parametrize("wrong", [1, 8, 24, 48])
 @curves
@@ -295,7 +283,7 @@ LIMITS = st.lists(st.integers(0, 20), max_size=12)
 HISTORY = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     limits=LIMITS,
     history=HISTORY,
@@ -333,20 +321,3 @@ def test_choices_keep_the_limits_and_are_deterministic(
         assert len(choice) == len(limits)
         assert all(0 <= k <= min(limit, 12) for k, limit in zip(choice, limits, strict=True))
     assert found == choices()
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    accepted=st.lists(st.integers(0, 8), min_size=2, max_size=8),
-    name=st.sampled_from(list(CURVES)),
-)
-def test_a_better_row_gets_no_fewer_drafts(accepted: list[int], name: str) -> None:
-    controller = DraftController(16, [(n, CURVES[name](n)) for n in SIZES], ())
-    rows = [Acceptance() for _ in accepted]
-    for step in range(8):
-        for row, num_accepted in zip(rows, accepted, strict=True):
-            controller.record(row, 1, 1, int(step < num_accepted))
-    choice = controller.choose([(row, 16) for row in rows], len(rows))
-    ordered = [k for _, k in sorted(zip(accepted, choice, strict=True))]
-    # Among equal rows some may get one more. A first step probes nothing.
-    assert all(low <= high + 1 for low, high in pairwise(ordered))

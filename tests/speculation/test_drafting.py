@@ -11,25 +11,18 @@ import pytest
 from nanovllm.features.speculation import drafting
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import DraftCounts
-from nanovllm.testing.fake_controller import FakeController
 from nanovllm.testing.fake_engine import (
     VOCAB_SIZE,
     FakeEngine,
     continuation,
     draft_counts,
-    output_of,
+    fake_controller,
 )
 from nanovllm.testing.invariants import check_scheduler
-
-DEPTHS = pytest.mark.parametrize("queue_depth", [0, 1, 4])
 
 
 def three_right_guesses(token_ids: list[int]) -> list[int]:
     return list(islice(continuation(token_ids), 3))
-
-
-def as_many_as_fit() -> FakeController:
-    return FakeController(lambda most: most)
 
 
 def three_wrong_guesses(token_ids: list[int]) -> list[int]:
@@ -38,14 +31,15 @@ def three_wrong_guesses(token_ids: list[int]) -> list[int]:
 
 def test_right_drafts_save_steps() -> None:
     """Symptom: drafts are verified one per step, or accepted drafts are computed again."""
-    engine = FakeEngine(propose=three_right_guesses, controller=(controller := as_many_as_fit()))
+    controller = fake_controller(lambda most: min(most, 3))
+    engine = FakeEngine(propose=three_right_guesses, controller=controller)
     seq = engine.add([1, 2, 3], max_tokens=9)
     engine.run()
-    assert controller.num_step_tokens == [3, 4, 4]  # 1 token out, then 4, then 4
-    assert controller.num_step_drafts == [(0, 0), (1, 3), (1, 3)]
+    num_tokens = [schedule.num_tokens for schedule, _ in engine.launched]
+    assert num_tokens == [3, 4, 4]  # 1 token out, then 4, then 4
     assert engine.scheduler.stats.num_prefill_tokens == 2
     assert engine.scheduler.stats.num_decode_tokens == 9
-    for counts in (draft_counts(seq), engine.drafting.counts, controller.counts):
+    for counts in (draft_counts(seq), engine.drafting.counts):
         assert counts == DraftCounts(2, 6, 6, [2, 2, 2])
         assert counts.mean_acceptance_length == 4
 
@@ -78,8 +72,10 @@ def test_request_with_a_logits_processor_gets_no_drafts() -> None:
     assert draft_counts(other).num_drafts > 0
 
 
-def test_drafts_are_cut_to_the_budget() -> None:
-    """Symptom: a row of drafts takes more than the step's budget, or is split over two steps."""
+def test_drafts_are_cut_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a row of drafts takes more than the step's budget, or is split over two steps; or
+    logits of hundreds of drafts take more memory than was measured at start.
+    """
     engine = FakeEngine(propose=three_right_guesses, max_num_batched_tokens=2)
     engine.add([1, 2], max_tokens=9)
     engine.step()
@@ -87,6 +83,16 @@ def test_drafts_are_cut_to_the_budget() -> None:
     assert schedule is not None
     (row,) = schedule.rows
     assert (row.num_scheduled_tokens, row.num_draft_tokens, row.samples) == (2, 1, True)
+    engine.retire()
+    engine.run()
+    monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
+    engine = FakeEngine(propose=three_right_guesses)
+    for first in (1, 2, 3):
+        engine.add([first], max_tokens=9)
+    engine.step()
+    schedule = engine.launch()
+    assert schedule is not None
+    assert sum(1 + row.num_draft_tokens for row in schedule.rows) == 5
     engine.retire()
     engine.run()
 
@@ -104,20 +110,6 @@ def test_prompts_come_before_drafts() -> None:
         found.append([(row.num_scheduled_tokens, row.num_draft_tokens) for row in schedule.rows])
         engine.retire()
     assert found == [[(1, 0), (4, 0)], [(3, 2), (2, 0)]]  # a prompt's chunk gets no drafts
-    engine.run()
-
-
-def test_samples_of_a_step_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: logits of hundreds of drafts take more memory than was measured at start."""
-    monkeypatch.setattr(drafting, "MAX_SAMPLES", 5)
-    engine = FakeEngine(propose=three_right_guesses)
-    for first in (1, 2, 3):
-        engine.add([first], max_tokens=9)
-    engine.step()
-    schedule = engine.launch()
-    assert schedule is not None
-    assert sum(1 + row.num_draft_tokens for row in schedule.rows) == 5
-    engine.retire()
     engine.run()
 
 
@@ -184,7 +176,7 @@ def test_stop_token_among_accepted_drafts_ends_the_output() -> None:
     assert engine.num_drafts_accepted > accepted
 
 
-@DEPTHS
+@pytest.mark.parametrize("queue_depth", [0, 4])
 def test_error_behind_accepted_drafts_keeps_them(queue_depth: int) -> None:
     """Symptom: a request that fails at its sixth token loses those that came in the same step."""
     engine = FakeEngine(propose=three_right_guesses, queue_depth=queue_depth)
@@ -219,7 +211,7 @@ def one_right_guess(token_ids: list[int]) -> list[int]:
 
 def following_engine(**options: Any) -> FakeEngine:
     """Return an engine whose rows follow drafts in flight, 3 in each step."""
-    controller = FakeController(lambda most: min(most, 3))
+    controller = fake_controller(lambda most: min(most, 3))
     options = {"max_model_len": 32, **options}
     return FakeEngine(queue_depth=1, follows_drafts=True, controller=controller, **options)
 
@@ -287,18 +279,6 @@ def test_rows_that_follow_drafts_preempt_nobody() -> None:
     assert engine.launch() is not None
     assert engine.preempted == []
     engine.abort(last)
-    engine.run()
-
-
-def test_depth_one_runs_ahead_where_no_drafts_pay() -> None:
-    """Symptom: with speculation, steps without drafts wait for their results, too."""
-    engine = FakeEngine(
-        propose=three_right_guesses, queue_depth=1, controller=FakeController(lambda most: 0)
-    )
-    seq = engine.add([1, 2], max_tokens=3)
-    schedules = [engine.launch(), engine.launch(), engine.launch()]
-    assert all(schedules)
-    assert output_of(seq) == []
     engine.run()
 
 

@@ -10,9 +10,8 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import HOST, STORE, Load, Loaded, Schedule, StepResult, TierEntry
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import HOST, STORE, Load, Loaded, TierEntry
 from nanovllm.features.tiers.cache import TierCache
 from nanovllm.features.tiers.loads import LoadHook
 from nanovllm.features.tiers.tier import HostSlots, StoreTier

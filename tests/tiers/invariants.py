@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from nanovllm.core.transfers import HOST
+from nanovllm.core.messages import HOST
 from nanovllm.features.tiers.loads import LoadHook
 from nanovllm.features.tiers.tier import HostSlots
 from nanovllm.scheduler.scheduler import Scheduler

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from nanovllm.errors import ConfigError
 from nanovllm.features.tiers import directory
-from nanovllm.features.tiers.directory import DirectoryStore
-from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes
+from nanovllm.features.tiers.directory import MAX_KEY_BYTES, DirectoryStore, file_bytes
 from tests.every_case import examples
 from tests.tiers.helpers import (
     NAMESPACE,
@@ -113,46 +112,21 @@ def damage_places() -> st.SearchStrategy[int]:
     return st.one_of(st.integers(0, header - 1), st.integers(header, file_bytes(PAGE) - 1))
 
 
-@settings(max_examples=examples(300), **OFTEN)
-@given(offset=damage_places(), bit=st.integers(0, 7))
-@example(offset=0, bit=0)
-@example(offset=file_bytes(PAGE) - 1, bit=7)
-def test_a_flipped_bit_is_a_miss(root, store, offset, bit):
-    write(store, 0)
-    content = bytearray(place(root, 0).read_bytes())
-    content[offset] ^= 1 << bit
-    place(root, 0).write_bytes(content)
-    assert not holds(store, 0)
-    assert not store.has(key(0))  # it is not found again
-    write(store, 0)
-    assert holds(store, 0)
-
-
-@settings(max_examples=60, **OFTEN)
-@given(size=st.integers(0, file_bytes(PAGE) - 1))
-@example(size=0)
-def test_a_truncated_file_is_a_miss(root, store, size):
-    write(store, 0)
-    os.truncate(place(root, 0), size)
-    assert not holds(store, 0)
-    assert not store.has(key(0))
-
-
-@settings(max_examples=60, **OFTEN)
-@given(content=st.binary(max_size=file_bytes(PAGE) + 10), begin=st.integers(0, 300))
-def test_any_bytes_are_a_miss(root, store, content, begin):
+@settings(max_examples=examples(100), **OFTEN)
+@given(begin=damage_places(), content=st.binary(max_size=PAGE), keeps_end=st.booleans())
+@example(begin=0, content=b"", keeps_end=False)
+@example(begin=file_bytes(PAGE) - 1, content=b"", keeps_end=False)
+@example(begin=file_bytes(PAGE), content=b"x", keeps_end=False)
+def test_other_bytes_are_a_miss(root, store, begin, content, keeps_end):
+    """Cut short, overwritten, or longer."""
     write(store, 0)
     whole = place(root, 0).read_bytes()
-    place(root, 0).write_bytes(whole[:begin] + content)
-    right = whole[:begin] + content == whole
-    assert holds(store, 0) == right
-
-
-@pytest.mark.parametrize("extra", [1, 4096, 2**40])
-def test_a_longer_file_is_a_miss(root, store, extra):
+    changed = whole[:begin] + content + keeps_end * whole[begin + len(content) :]
+    place(root, 0).write_bytes(changed)
+    assert holds(store, 0) == (changed == whole)
+    assert store.has(key(0)) == (changed == whole)  # it is not found again
     write(store, 0)
-    os.truncate(place(root, 0), file_bytes(PAGE) + extra)
-    assert not holds(store, 0)
+    assert holds(store, 0)
 
 
 @pytest.mark.parametrize("sizes", [(PAGE - 1,), (PAGE + 1,), (PAGE, PAGE), ()])
@@ -208,16 +182,6 @@ KINDS = ["symlink", "dangling", "fifo", "socket", "directory", "group", "others"
 FOREIGN = pytest.param("foreign", marks=as_root)
 
 
-def test_a_directory_in_an_entrys_place_stays(root, store, caplog):
-    place(root, 0).mkdir(parents=True)
-    write(store, 0)
-    write(store, 1)
-    assert not store.has(key(0))
-    assert holds(store, 1)
-    assert not warnings(caplog)
-    assert len(files(root)) == 1
-
-
 @pytest.mark.parametrize("kind", [*KINDS, FOREIGN])
 def test_what_is_no_file_of_ours_is_a_miss(root, store, tmp_path, caplog, kind):
     write(store, 0)
@@ -230,7 +194,7 @@ def test_what_is_no_file_of_ours_is_a_miss(root, store, tmp_path, caplog, kind):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "group", "others", FOREIGN])
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "group", FOREIGN])
 def test_directories_that_others_could_write_are_not_used(root, tmp_path, caplog, kind, level):
     write(DirectoryStore(root, MIB, NAMESPACE), 0)
     replace_with(place(root, 0).parents[level], kind, tmp_path)
@@ -240,13 +204,6 @@ def test_directories_that_others_could_write_are_not_used(root, tmp_path, caplog
     write(store, 0)
     assert not holds(store, 0)
     assert len(warnings(caplog)) == 1
-
-
-def test_a_symlink_is_followed_if_the_user_names_it(root, tmp_path):
-    root.mkdir()
-    (tmp_path / "link").symlink_to(root)
-    write(DirectoryStore(tmp_path / "link", MIB, NAMESPACE), 0)
-    assert place(root, 0).is_file()
 
 
 def test_home_and_relative_paths(tmp_path, monkeypatch):
@@ -298,7 +255,7 @@ def no_file_longer_than(num_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 100, 2000])
+@pytest.mark.parametrize("num_bytes", [0, 2000])
 def test_a_failed_write_is_one_warning_and_a_pause(root, store, caplog, monkeypatch, num_bytes):
     write(store, 0)
     with no_file_longer_than(num_bytes):
@@ -320,39 +277,6 @@ def test_a_failed_write_is_one_warning_and_a_pause(root, store, caplog, monkeypa
     with no_file_longer_than(num_bytes):
         write(store, 4)
     assert len(warnings(caplog)) == 2
-
-
-def test_too_many_open_files_cost_no_entry(store, caplog):
-    write(store, 0)
-    next_fd = os.dup(0)
-    os.close(next_fd)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd, before[1]))
-    try:
-        found = holds(store, 0)
-        write(store, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert not found
-    assert holds(store, 0)
-    assert len(warnings(caplog)) == 1  # of the write
-
-
-@as_root
-def test_a_full_disk(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(directory, "_PAUSE_SECONDS", 0.0)
-    with mounted(tmp_path, "size=256k,mode=0700"):
-        store = DirectoryStore(tmp_path, 16 * MIB, NAMESPACE)
-        for number in range(100):
-            write(store, number, (10_000,))
-        held = [number for number in range(100) if holds(store, number, (10_000,))]
-        assert 10 < len(held) < 26
-        assert len(files(tmp_path)) == len(held)
-        assert len(warnings(caplog)) == 1
-        for number in held[:5]:
-            place(tmp_path, number).unlink()
-        write(store, 100, (10_000,))
-        assert holds(store, 100, (10_000,))
 
 
 @as_root

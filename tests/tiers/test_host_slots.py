@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.core.transfers import TierEntry
+from nanovllm.core.messages import TierEntry
 from nanovllm.features.tiers.tier import HostSlots
 from tests.every_case import examples
 
@@ -33,46 +33,6 @@ def test_low_slots_are_used_first() -> None:
     assert first is not None
     assert second is not None
     assert first.slots + second.slots == [0, 1, 2]
-
-
-def test_a_large_entry_takes_the_place_of_small_ones() -> None:
-    host = HostSlots(4)
-    for name in "abcd":
-        put(host, name)
-    part = put(host, "e", 3)
-    assert part is not None
-    assert len({*part.slots}) == 3
-    assert names(host, "abcde") == "de"
-    assert put(host, "f", 5) is None  # it never fits
-    assert names(host, "abcde") == "de"
-    assert put(host, "g", 4) is not None
-
-
-def test_what_is_loaded_stays() -> None:
-    host = HostSlots(2)
-    first, _ = put(host, "a"), put(host, "b")
-    assert first is not None
-    load = host.begin(b"a")
-    assert load.slots == first.slots
-    assert put(host, "c") is not None
-    assert put(host, "d") is not None
-    assert names(host, "abcd") == "ad"
-    assert put(host, "e", 2) is None
-    host.end(load)
-    assert put(host, "e", 2) is not None
-
-
-def test_a_forgotten_entry_keeps_its_slots_while_it_is_loaded() -> None:
-    """Symptom: after a reset a load that is not over reads another entry."""
-    host = HostSlots(1)
-    put(host, "a")
-    loads = [host.begin(b"a"), host.begin(b"a")]
-    host.clear()
-    assert not host.find(b"a")
-    for load in loads:
-        assert put(host, "a") is None
-        host.end(load)
-    assert put(host, "a") is not None
 
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True)

@@ -1,7 +1,6 @@
 """Which engines share KV between processes: all that decides a key's bits names another store."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import nanovllm
-from nanovllm import Config, SamplingParams, demo_model
+from nanovllm import Config, demo_model
 from nanovllm.features.tiers import kv_namespace as module
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.weight_files import WeightSnapshot
@@ -23,7 +22,6 @@ from nanovllm.platform import cpu
 from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_loader import num_positions
 from nanovllm.worker.network import Network
-from tests.helpers import random_prompt
 
 ONLY_SOURCE = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json", "*.gguf")
 native = pytest.mark.skipif(library() is None, reason="no compiler here")
@@ -48,11 +46,6 @@ def usual() -> str:
     return namespace_of()
 
 
-def test_it_is_a_name_of_a_directory(usual):
-    assert len(usual) == 64
-    assert usual == namespace_of()
-
-
 def test_classes_of_one_file_have_stores_of_their_own():
     """They may have one name, too."""
     names = (f"tests.test_plugins:{name}" for name in ("Broken", "Contiguous"))
@@ -60,6 +53,7 @@ def test_classes_of_one_file_have_stores_of_their_own():
     assert first != second
 
 
+@pytest.mark.long
 def test_another_process_has_the_same(usual):
     """Hashes of objects and orders of sets differ between processes."""
     code = "from tests.tiers.test_kv_namespace import namespace_of; print(namespace_of())"
@@ -73,13 +67,8 @@ def test_another_process_has_the_same(usual):
     "options",
     [
         {"max_model_len": 128},
-        {"max_num_seqs": 3},
-        {"num_kvcache_blocks": 99},
-        {"max_num_batched_tokens": 77},
-        {"seed": 5},
-        {"enforce_eager": True},
-        {"skip_tokenizer_init": True},
-        {"max_logprobs": 1},
+        {"max_num_seqs": 3, "num_kvcache_blocks": 99, "max_num_batched_tokens": 77},
+        {"seed": 5, "enforce_eager": True, "skip_tokenizer_init": True, "max_logprobs": 1},
         {"dtype": "bfloat16"},  # it is the checkpoint's
         {"kv_cache_dtype": "auto"},
     ],
@@ -95,16 +84,12 @@ def test_a_copied_model_shares(tmp_path, usual):
 
 OPTIONS: list[dict[str, Any]] = [
     {"dtype": "float32"},
-    {"dtype": "float16"},
     {"quantization": "int8"},
     {"quantization": "int4"},
     {"native_kernels": False},
-    {"native_kernels": False, "kvcache_block_size": 32},
     {"kvcache_block_size": 16},
     pytest.param({"kv_cache_dtype": "int8"}, marks=native),
     {"hf_overrides": {"rope_theta": 12345.0}},
-    {"hf_overrides": {"rms_norm_eps": 1e-4}},
-    {"load_format": "dummy"},
     {"load_format": "dummy", "seed": 1},
 ]
 
@@ -200,34 +185,24 @@ def test_versions_source_and_processor_count(usual, monkeypatch, where, name, va
     assert namespace_of() != usual
 
 
-@pytest.mark.parametrize(
-    ("file", "counts"),
-    [
-        ("attention/torch_sdpa.py", True),
-        ("kernels/cpu/csrc/attention.c", True),
-        ("kernels/triton/store.py", True),
-        ("kv/trie.py", True),
-        ("layers/gated_delta.py", True),
-        ("loading/loader.py", True),
-        ("models/qwen3.py", True),
-        ("core/messages.py", True),
-        ("features/graphs/cpu_graph.py", True),
-        ("features/quantization/integer.py", True),
-        ("features/lora/slots.py", True),
-        ("worker/kv_pool.py", True),
-        ("apps/server/serve.py", False),
-        ("chat/openai_messages.py", False),
-    ],
-)
-def test_the_source_that_computes_counts(monkeypatch, tmp_path, file, counts):
+def test_the_source_that_computes_counts(monkeypatch, tmp_path):
     """Symptom: after an update, an engine takes entries that the old code computed otherwise."""
     package = tmp_path / "nanovllm"
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ONLY_SOURCE)
     monkeypatch.setattr(module, "_PACKAGE", package)
-    before = module.source_digest()
-    with (package / file).open("a") as changed:
-        changed.write("\n")
-    assert (module.source_digest() != before) == counts
+    for file, counts in (
+        ("kernels/cpu/csrc/attention.c", True),
+        ("models/qwen3.py", True),
+        ("core/messages.py", True),
+        ("features/lora/rank_adapters.py", True),
+        ("worker/kv_pool.py", True),
+        ("apps/server/serve.py", False),
+        ("chat/openai_messages.py", False),
+    ):
+        before = module.source_digest()
+        with (package / file).open("a") as changed:
+            changed.write("\n")
+        assert (module.source_digest() != before) == counts, file
 
 
 @native
@@ -255,32 +230,3 @@ def test_threads_count(usual):
         assert namespace_of() != usual
     finally:
         torch.set_num_threads(before)
-
-
-SAME: list[dict[str, Any]] = [
-    {"max_num_batched_tokens": 50},
-    {"enforce_eager": True},
-    {"max_model_len": 200},
-    {"seed": 4},
-    {"speculative_config": {"method": "ngram"}},
-]
-
-
-@native
-def test_engines_of_one_namespace_write_the_same_bytes(tmp_path, make_llm):
-    """Each prompt in another step, beside other prompts: the files are equal all the same."""
-    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=3)
-    prompts = [random_prompt(rng, rng.randint(40, 120)) for _ in range(6)]
-    written = []
-    for number, options in enumerate(({}, *SAME)):
-        directory = tmp_path / str(number)
-        llm = make_llm(
-            demo_model.MODEL, **{"max_model_len": 256, **options}, kv_cache_dir=directory
-        )
-        rng.shuffle(prompts)
-        llm.generate(prompts, params, use_tqdm=False)
-        llm.shutdown()
-        files = [file for file in directory.rglob("*") if file.is_file()]
-        written.append({file.relative_to(directory): file.read_bytes() for file in files})
-    assert len(written[0]) > 4
-    assert all(found == written[0] for found in written)

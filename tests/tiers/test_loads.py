@@ -4,16 +4,14 @@ Imports no torch.
 """
 
 import random
-import tracemalloc
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import Schedule, Transfers
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import Loaded, Transfers
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kv.trie import Node
 from nanovllm.testing.fake_engine import VOCAB_SIZE
 from tests.tiers.fake_tiers import FakeStore, TieredEngine
@@ -87,25 +85,6 @@ def test_the_next_process_loads_a_prompt(kind: str) -> None:
     assert engine.traffic.stats.num_host_tokens == 0
 
 
-@each_kind
-def test_others_go_on_while_one_loads(kind: str) -> None:
-    engine = make_engine(kind, store=store_with(text(0, 40), kind))
-    slow_loads(engine)
-    other = engine.add(text(1, 10), max_tokens=20)
-    engine.step()
-    seq = engine.add(text(0, 40), max_tokens=2)
-    later = engine.add(text(2, 10), max_tokens=2)
-    for _ in range(8):
-        engine.step()
-    assert later.is_finished
-    assert other.num_output_tokens > 5
-    assert seq.num_output_tokens == 0
-    assert len(engine.loads._loading) == 1
-    end_loads(engine)
-    engine.run()
-    assert num_computed(engine, seq) == 4 + 1
-
-
 def test_a_step_waits_if_there_is_nothing_else_to_do() -> None:
     engine = make_engine(store=store_with(text(0, 40)))
     slow_loads(engine)
@@ -144,17 +123,6 @@ def test_a_wrong_part_costs_time_alone(kind: str, index: int) -> None:
     assert engine.traffic.stats.num_failed_loads == 1
     assert engine.scheduler.stats.num_preemptions == 0
     assert None not in store.entries.values()  # what was damaged is written again
-
-
-def test_the_parts_before_a_wrong_one_are_used() -> None:
-    store = store_with(text(0, 40))
-    keys = list(store.entries)  # in the order of the blocks
-    store.entries[keys[5]] = None
-    engine = make_engine(store=store)
-    seq = engine.add(text(0, 40), max_tokens=1)
-    engine.run()
-    assert seq.num_cached_tokens == 20
-    assert num_computed(engine, seq) == 20
 
 
 @each_kind
@@ -226,19 +194,6 @@ def test_prompts_that_begin_alike_load_once() -> None:
     assert [seq.num_cached_tokens for seq in seqs] == [40] * 6
 
 
-def test_salts_and_prompt_logprobs_hit_nothing() -> None:
-    store = store_with(text(0, 40))
-    engine = make_engine(store=store)
-    salted = engine.add(text(0, 40), max_tokens=1, cache_salt="a")
-    complete = engine.add(text(0, 40), max_tokens=1, prompt_logprobs=1)
-    finish(engine)
-    assert [salted.num_cached_tokens, complete.num_cached_tokens] == [0, 0]
-    other = make_engine(store=store)
-    seqs = [other.add(text(0, 40), max_tokens=1, cache_salt=salt) for salt in ("a", "b")]
-    other.run()
-    assert [seq.num_cached_tokens for seq in seqs] == [36, 0]
-
-
 @each_kind
 def test_a_reset_hides_what_the_tiers_have(kind: str) -> None:
     engine = make_engine(kind, store=store_with(text(0, 40), kind), num_host_slots=100)
@@ -250,15 +205,6 @@ def test_a_reset_hides_what_the_tiers_have(kind: str) -> None:
         seqs.append(engine.add(text(0, 40), max_tokens=1))
         engine.run()
     assert [seq.num_cached_tokens for seq in seqs] == [0, 36]
-
-
-def test_no_reset_while_a_sequence_loads() -> None:
-    engine = make_engine(store=store_with(text(0, 40)))
-    slow_loads(engine)
-    engine.add(text(0, 40), max_tokens=1)
-    engine.launch()
-    assert not engine.manager.reset_prefix_cache()
-    engine.run()
 
 
 @each_kind
@@ -298,16 +244,6 @@ def test_a_snapshot_that_is_being_written_is_not_taken_over_before() -> None:
     engine.run()
 
 
-def test_news_of_unknown_loads_is_ignored() -> None:
-    engine = make_engine(store=FakeStore())
-    seq = engine.add(text(0, 40), max_tokens=2)
-    schedule = engine.scheduler.schedule()
-    assert schedule is not None
-    news = [Loaded(77, 1, 0.1), Loaded(0, 0, 0.0)]
-    result = StepResult(schedule.step_id, [[1]], loaded=news)
-    assert engine.scheduler.update(schedule, result) == [seq]
-
-
 @each_kind
 def test_a_failed_step_ends_all_loads(kind: str) -> None:
     """Symptom: the news of an ended load was in the result that is lost, and nobody waits on."""
@@ -323,17 +259,6 @@ def test_a_failed_step_ends_all_loads(kind: str) -> None:
     assert len(engine.loads._loading) == 0
     engine.run()
     assert seq.num_cached_tokens == 36
-
-
-def test_what_a_failed_step_stored_is_forgotten() -> None:
-    engine = make_engine(num_blocks=12, num_host_slots=100)
-    engine.add(text(0, 40), max_tokens=1)
-    engine.run()
-    engine.add(text(1, 40), max_tokens=1)
-    engine.worker.is_broken = True
-    engine.step()
-    assert not engine.traffic.host._entries  # type: ignore[union-attr]
-    engine.run()
 
 
 def test_a_step_behind_the_last_one_begins_to_write() -> None:
@@ -364,19 +289,6 @@ def test_answers_are_kept_once_they_are_prompts() -> None:
 
 
 @each_kind
-def test_a_failed_sequence_leaves_nothing_to_hit(kind: str) -> None:
-    store = FakeStore()
-    engine = make_engine(kind, store=store, num_host_slots=100, max_num_batched_tokens=16)
-    seq = engine.add(text(0, 40), max_tokens=4)
-    engine.worker.fails_from[seq.seq_id] = 41
-    finish(engine)
-    assert seq.output.finish_reason == "error"
-    again = engine.add(text(0, 40), max_tokens=1)
-    engine.run()
-    assert again.num_cached_tokens == 0
-
-
-@each_kind
 def test_what_a_failed_sequence_had_is_not_kept_again(kind: str) -> None:
     """The model may give NaN for this prompt each time."""
     store = FakeStore()
@@ -389,7 +301,7 @@ def test_what_a_failed_sequence_had_is_not_kept_again(kind: str) -> None:
     assert not any(engine.traffic.find(key) for key in store.entries)
 
 
-def test_memory_of_failed_sequences_is_bounded() -> None:
+def test_memory_of_failed_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of their blocks is found or kept again. If they are too many, all is forgotten."""
     engine = make_engine(store=FakeStore(), num_host_slots=100)
     tiers = engine.loads.cache
@@ -411,14 +323,10 @@ def test_memory_of_failed_sequences_is_bounded() -> None:
     assert num_kept(range(100)) == 100
     tiers.distrusted(list(map(node, range(50))))
     assert num_kept(range(100)) == 50
-    tracemalloc.start()
-    try:
-        for number in range(100, 100_000):
-            tiers.distrusted([node(number)])
-        grown, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert grown < 4 * 2**20
+    monkeypatch.setattr("nanovllm.features.tiers.cache._MAX_DISTRUSTED", 500)
+    for number in range(100, 1000):
+        tiers.distrusted([node(number)])
+        assert len(tiers._distrusted) <= 500
     assert not any(tiers._find(node(number).key[1], 0, full) for number in range(100))
     tiers.cleared()
     assert num_kept(range(100)) == 100
@@ -430,12 +338,3 @@ def test_a_slow_tier_is_not_used() -> None:
     seqs = [engine.add(text(0, 40), max_tokens=1)]
     engine.run()
     assert seqs[0].num_cached_tokens == 0
-
-
-def test_keys_are_the_same_in_each_process() -> None:
-    manager = make_engine(block_size=2).manager
-    seq = Sequence(0, [1, 2, 3, 4], params=make_engine().add([0]).params)
-    root = sha256(b"None").digest()
-    first = sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
-    second = sha256(first + bytes([3, 0, 0, 0, 4, 0, 0, 0])).digest()
-    assert [key for key, _ in manager.trie.keys(seq, 2)] == [first, second]

@@ -1,11 +1,10 @@
 """What a step moves, and whether a load pays."""
 
-import tracemalloc
 from collections import Counter
 
 import pytest
 
-from nanovllm.core.transfers import HOST, STORE, Loaded, TierEntry, Transfers
+from nanovllm.core.messages import HOST, STORE, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier
 from nanovllm.features.tiers.traffic import TierTraffic
 from tests.tiers.fake_tiers import FakeStore
@@ -21,15 +20,6 @@ def make_traffic(
 
 def take(traffic: TierTraffic) -> Transfers:
     return traffic.take([], awaited=False)
-
-
-def test_host_memory_comes_before_the_store() -> None:
-    traffic, store = make_traffic()
-    store.entries[b"a"] = []
-    assert traffic.find(b"a") == STORE
-    traffic.evict(b"a", [3])
-    assert traffic.find(b"a") == HOST
-    assert traffic.find(b"b") is None
 
 
 def test_a_page_that_is_reused_is_not_written() -> None:
@@ -66,17 +56,6 @@ def test_what_the_store_has_is_not_written_again_unless_it_is_damaged() -> None:
     assert traffic.find(b"a") == STORE
 
 
-def test_two_entries_of_a_step_share_no_slot() -> None:
-    """Symptom: a worker that copies all at once leaves the older entry in a slot."""
-    traffic, _ = make_traffic(num_slots=2)
-    traffic.evict(b"a", [1])
-    traffic.evict(b"b", [2, 3])
-    traffic.evict(b"c", [4])
-    moved = take(traffic)
-    assert [part.key for part in moved.stores] == [b"c"]
-    assert traffic.find(b"c") == HOST
-
-
 def test_a_failed_step_stores_nothing_and_releases_again() -> None:
     traffic, _ = make_traffic()
     traffic.keep(b"x", [9])
@@ -105,14 +84,6 @@ def test_a_load_that_is_given_up_is_over_before_the_next_step() -> None:
     assert take(traffic).released == [5]
 
 
-def test_a_load_pays_if_it_is_faster_than_computing() -> None:
-    traffic, _ = make_traffic(token_seconds=0.001, page_seconds=0.01)
-    assert traffic.pays(Counter({HOST: 1}), 16)
-    assert not traffic.pays(Counter({HOST: 2}), 16)
-    unknown, _ = make_traffic(page_seconds=0.01)
-    assert unknown.pays(Counter({HOST: 100}), 1)
-
-
 def test_a_slow_tier_is_tried_again() -> None:
     """By admissions. A prompt that only waits for pages, and asks at each step, changes nothing."""
     traffic, _ = make_traffic(token_seconds=0.001)
@@ -134,19 +105,15 @@ def test_what_a_mixed_load_took_is_the_stores() -> None:
     assert [tier.page_seconds for tier in traffic.tiers] == pytest.approx([0.01, 0.02])
 
 
-def test_memory_of_failed_loads_is_bounded() -> None:
+def test_memory_of_failed_loads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a process with a damaged store grows for as long as it runs."""
+    monkeypatch.setattr("nanovllm.features.tiers.tier._MAX_FORGOTTEN", 50)
     tier = StoreTier(lambda key: True)
-    keys = [number.to_bytes(36, "big") for number in range(100_000)]
-    tracemalloc.start()
-    try:
-        for key in keys:
-            tier.forget(key)
-            tier.forget(key)  # two loads had it
-        grown, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert grown < 2**20
-    assert not any(tier.find(key) for key in keys[-1000:])
+    keys = [number.to_bytes(36, "big") for number in range(300)]
+    for key in keys:
+        tier.forget(key)
+        tier.forget(key)  # two loads had it
+        assert len(tier._forgotten) <= 50
+    assert not any(tier.find(key) for key in keys[-50:])
     assert tier.offer(keys[-1], [7]) == TierEntry(STORE, keys[-1], [7], [])
     assert tier.find(keys[-1])

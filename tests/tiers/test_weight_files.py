@@ -1,6 +1,5 @@
 """The digest of weights: of their content, and read once."""
 
-import json
 import logging
 import os
 import random
@@ -69,17 +68,6 @@ def test_another_file_in_the_same_place(paths, tmp_path):
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
     other.rename(paths[0])
     assert WeightSnapshot(paths).digest() != before
-
-
-def test_a_copy_has_the_same_digest(paths, tmp_path):
-    (tmp_path / "copy").mkdir()
-    copies = [tmp_path / "copy" / path.name for path in paths]
-    for path, copy in zip(paths, copies, strict=True):
-        copy.write_bytes(path.read_bytes())
-    link = tmp_path / "link"
-    link.symlink_to(copies[0])
-    assert WeightSnapshot(copies).digest() == WeightSnapshot(paths).digest()
-    assert WeightSnapshot([link, copies[1]]).digest() == WeightSnapshot(paths).digest()
 
 
 def test_what_differs(paths, tmp_path):
@@ -156,15 +144,3 @@ def test_ranks_hash_once_together(paths, caplog, monkeypatch):
     assert len(digests) == 2
     assert len({*digests}) == 1
     assert num_hashed(caplog) == 1
-
-
-def test_few_files_are_remembered(paths, cache, monkeypatch):
-    monkeypatch.setattr(weight_files, "_MAX_REMEMBERED", 2)
-    for path in (paths[0], paths[1], paths[0]):
-        path.write_bytes(path.read_bytes())
-        WeightSnapshot([path]).digest()
-    third = paths[0].with_name("third")
-    third.write_bytes(b"third")
-    WeightSnapshot([third]).digest()
-    _, known = json.loads((cache / "weights.json").read_bytes()[:-32])
-    assert [Path(entry[0]) for entry in known] == [paths[0], third]

@@ -11,12 +11,9 @@ from tools import check
     ("changed", "tests"),
     [
         ("nanovllm/scheduler/scheduler.py", "tests/scheduler/test_scheduler.py"),
-        ("nanovllm/kernels/cpu/build.py", "tests/kernels/cpu/test_build.py"),
         ("nanovllm/features/structured/grammar.py", "tests/structured/test_grammar.py"),
-        ("tests/scheduler/test_scheduler.py", "tests/scheduler/test_scheduler.py"),
         ("nanovllm/kernels/cpu/csrc/linear.c", "tests/kernels/cpu"),
         ("nanovllm/testing/fake_engine.py", "tests/scheduler/test_scheduler.py"),
-        ("tools/check.py", "tests/tools/test_check.py"),
         ("docs/cpu.md", "tests/test_docs.py"),
     ],
 )

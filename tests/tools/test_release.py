@@ -5,6 +5,8 @@ import sys
 import tomllib
 import zipfile
 
+import pytest
+
 import nanovllm
 from tests.helpers import ROOT
 from tools import release
@@ -26,6 +28,7 @@ def course_files():
     return {"mini.py", *(path.as_posix() for path in course)}
 
 
+@pytest.mark.long
 def test_a_wheel_has_every_file_of_the_package(tmp_path):
     """Symptom: a source of the kernels or a file of the shipped model is missing when installed."""
     listed = subprocess.run(

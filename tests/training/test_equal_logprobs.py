@@ -134,15 +134,13 @@ def check_scores(outputs: list[RequestOutput], llm: LLM, *, together: bool) -> N
             assert entries[token].rank == found[token].rank
 
 
-@pytest.mark.parametrize("vocab_size", [1003, 151_936])
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_log_softmax_of_a_row_does_not_depend_on_others(vocab_size: int, num_threads: int) -> None:
+def test_log_softmax_of_a_row_does_not_depend_on_others() -> None:
     """It is torch's; the number of threads is part of the machine, but not of the batch."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(3)
     try:
-        logits = torch.randn(9, vocab_size).mul_(5).to(torch.bfloat16)
-        tokens = torch.randint(vocab_size, (9,))
+        logits = torch.randn(9, 151_936).mul_(5).to(torch.bfloat16)
+        tokens = torch.randint(151_936, (9,))
         together = gather_logprobs(logits, tokens, 2)
         for row in range(9):
             alone = gather_logprobs(logits[row : row + 1], tokens[row : row + 1], 2)

@@ -1,9 +1,9 @@
-"""The choice between symmetric memory and the group's own all-reduce, without GPUs.
-
-test_tensor_parallel.py checks the sums on two GPUs.
+"""The choice between symmetric memory and the group's own all-reduce, without GPUs; the interface
+that gloo and NCCL get. test_tensor_parallel.py checks the sums on two GPUs.
 """
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import SymmetricAllReduce, all_reduce, make_symmetric_all_reduce
+from nanovllm.utils.distributed import (
+    SymmetricAllReduce,
+    all_reduce,
+    interface_of,
+    make_symmetric_all_reduce,
+)
 
 
 @pytest.fixture
@@ -72,3 +77,10 @@ def test_supports_small_aligned_tensors() -> None:
     assert not supports(
         torch.zeros(4 * 2**20, dtype=torch.uint8, device="cuda").view(torch.bfloat16)
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None  # an address for documentation: nobody has it
+    assert interface_of("::1") is None

@@ -1,16 +1,21 @@
-"""Pages taken early: they are zeros, they belong to what was made of them, the rest goes back."""
+"""Pages taken early, of memory and of files: they are zeros, and those not taken go back."""
 
 import gc
+import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nanovllm.utils import pages
 from nanovllm.utils.memory import lazy_zeros
-from nanovllm.utils.pages import PageReserve
+from nanovllm.utils.pages import PageReserve, read_ahead
 from tests.utils.test_memory import MIB, linux, resident
 
 
@@ -20,6 +25,7 @@ def test_pages_are_there_before_they_are_taken() -> None:
     reserve = PageReserve(128 * MIB)
     while resident() - before < 120 * MIB:
         assert time.monotonic() < deadline
+        time.sleep(0.01)
     reserve.close()
     assert resident() - before < 32 * MIB
 
@@ -51,6 +57,7 @@ def test_a_reserve_that_nobody_needs_ends() -> None:
     assert gone() is None
     while resident() - before > 32 * MIB:
         assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("statement", ["del reserve", "reserve.take(5)", "pass"])
@@ -62,3 +69,31 @@ reserve = PageReserve(256 * {MIB})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="asks Linux")
+@pytest.mark.parametrize("memory_pieces", [100, 6])
+def test_files_are_read_ahead_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_pieces: int
+) -> None:
+    """Up to half of the memory."""
+    piece = 2 * MIB
+    asked = []
+
+    def note(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert (length, advice) == (piece, os.POSIX_FADV_WILLNEED)
+        asked.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, start // piece))
+
+    sizes: Any = {"SC_PHYS_PAGES": memory_pieces * piece // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(pages.os, "posix_fadvise", note)
+    monkeypatch.setattr(pages.os, "sysconf", sizes.__getitem__)
+    files = [tmp_path / name for name in ("a", "missing", "b")]
+    for file in (files[0], files[2]):
+        with file.open("wb") as opened:
+            opened.truncate(2 * piece + 1)
+    read_ahead(files)
+    for thread in threading.enumerate():
+        if thread.name == "read-ahead":
+            thread.join()
+    whole = [(name, start) for name in "ab" for start in range(3)]
+    assert asked == (whole if memory_pieces == 100 else whole[:4])

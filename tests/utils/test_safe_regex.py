@@ -16,16 +16,12 @@ NAMES = [
     "model.visual.blocks.0.attn.qkv",
 ]
 PATTERNS = [
-    ".*layers.2.mlp.*",
     r".*mlp\.down_proj$",
     "^model.+down_proj",
-    "visual.*",
-    ".*lm_head",
     r".*self_attn\.(q|k|v|o)_proj$",
     r"model\.layers\.(?:0|1[0-9])\..*",
     r".*experts\.\d+\.(?:gate|up)_proj",
     r".*\.layers\.[^01]\.mlp",
-    r"(.*\.)?q_proj$",
     r".*layers\.\d{2}\..*",
     "",
 ]
@@ -83,16 +79,13 @@ def test_no_exponential_time(pattern):
     [
         ("(", "unclosed group"),
         ("a)", "unopened group"),
-        ("a)(b", "unopened group"),
         ("[a", "not read"),
         ("*a", "repetition operator missing"),
         ("a**", "not read"),
-        ("a*+", "not read"),
         ("a{2}{3}", "not read"),
         ("a{3,2}", "start must be <= the end"),
         ("[a&&b]", "not read"),
         ("(?!x)a", "'\\(\\?!' is not read"),
-        ("(?<=x)a", "is not read"),
         ("(?i)a", "is not read"),
         (r"(a)\1", "not read"),
         ("\\", "not read"),

@@ -23,7 +23,7 @@ import pyte
 import pytest
 
 from nanovllm import demo_model
-from nanovllm.utils.line_input import joined_lines
+from nanovllm.utils.terminal import joined_lines
 from tests.glossary import ANSWER_TO, QUESTION
 from tests.helpers import environment
 
@@ -63,7 +63,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 LINES = """
 import sys
-from nanovllm.utils.line_input import path_completions, typed_lines
+from nanovllm.utils.terminal import path_completions, typed_lines
 
 def completions(line):
     return [w for w in ("/save", "/set", "/system") if w.startswith(line)] or path_completions(
@@ -163,6 +163,7 @@ def drawn(raw: bytes) -> str:
     return "".join(f"{line.rstrip()}\n" for line in screen.display).rstrip() + "\n"
 
 
+@pytest.mark.long
 def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) -> None:
     options = ["--num-kvcache-blocks", "64", "--max-model-len", "512", "--enforce-eager"]
     options += ["--temperature", "0"]

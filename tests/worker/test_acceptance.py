@@ -6,7 +6,7 @@ import torch
 from nanovllm.core.messages import FinishInfo, Row, RowDetails, StepResult
 from nanovllm.layers.sampler import NO_TOKEN, RULED_OUT
 from nanovllm.platform.cpu import CPU
-from nanovllm.worker.step_output import NO_CHOICE, NO_DISTRIBUTION, PendingResult, StepOutput
+from nanovllm.worker.step_output import PendingResult, StepOutput
 
 FAILED = FinishInfo("error", "a logits processor failed: ValueError: no")
 UNUSED = 99
@@ -52,11 +52,6 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(
     assert accept(drafts, sampled) == (expected, None)
 
 
-def test_row_whose_first_sample_has_no_distribution_fails() -> None:
-    assert accept([], [NO_TOKEN]) == ([], NO_DISTRIBUTION)
-    assert accept([5, 6], [NO_TOKEN, 6, 7]) == ([], NO_DISTRIBUTION)
-
-
 def test_failure_behind_accepted_drafts_comes_with_the_next_step() -> None:
     assert accept([5, 6], [5, NO_TOKEN, 7]) == ([5], None)
     assert accept([5, 6], [5, 6, NO_TOKEN]) == ([5, 6], None)
@@ -74,11 +69,6 @@ def test_reason_of_a_processor_comes_before_that_of_the_logits() -> None:
         FAILED._replace(kv_invalid=True),
     )
     assert accept([5], [RULED_OUT, 6], finish_infos={0: FAILED}) == ([], FAILED)
-
-
-def test_rules_that_leave_no_token() -> None:
-    assert accept([], [RULED_OUT]) == ([], NO_CHOICE)
-    assert not NO_CHOICE.kv_invalid
 
 
 def test_each_row_has_its_own_samples_and_ending() -> None:
@@ -101,9 +91,3 @@ def test_each_row_has_its_own_samples_and_ending() -> None:
         [[5, 6], [], [8], [9, 4], []],
         {0: RowDetails(2), 3: RowDetails(1), 4: RowDetails(1, FAILED)},
     )
-
-
-def test_step_without_drafts() -> None:
-    rows = [row(0, 0), row(1, 0)]
-    result = PendingResult(0, rows, StepOutput(torch.tensor([5, NO_TOKEN])), CPU()).result()
-    assert result == StepResult(0, [[5], []], {1: RowDetails(finish_info=NO_DISTRIBUTION)})

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nanovllm.core.messages import Admission, NewBlocks, NewTokens, Row, Schedule
-from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.platform.cpu import CPU
@@ -186,8 +185,8 @@ def check_sampling(tables, sampling, rows, shadow):
         assert top_k == params.top_k if params.top_k else top_k > VOCAB
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(seed, block_size):
     """Sixty steps with admissions, chunks, decodes and ends; table rows are used again."""
     max_model_len, max_num_seqs = 37, 5
@@ -230,23 +229,6 @@ def test_window_groups_have_tables_of_their_own():
     assert all(table[tables.scratch_idx].tolist() == [10_000] * width for table in scratch)
 
 
-def test_dtypes():
-    tables = make_tables()
-    apply(tables, [admit(2, [5, 6, 7], [9], seed=2**63 - 1)])
-    rows = [Row(1, 2, 0, 3, samples=True)]
-    batch = tables.batch(rows)
-    sampling = sampling_of(StepSampler(tables, rows))
-    for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
-        assert tensor.dtype == torch.int64
-    for tensor in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables):
-        assert tensor.dtype == torch.int32
-    for tensor in (sampling.temperatures, sampling.top_ps, sampling.min_ps):
-        assert tensor.dtype == torch.float32
-    for tensor in (sampling.seeds, sampling.positions, sampling.top_ks):
-        assert tensor.dtype == torch.int64
-    assert sampling.seeds.tolist() == [2**63 - 1]
-
-
 def test_slots_past_32_bits():
     """Block ids are int32 in the tables, but block id times block size exceeds int32."""
     tables = make_tables(block_size=4096, max_model_len=4096)
@@ -254,36 +236,6 @@ def test_slots_past_32_bits():
     batch = tables.batch([Row(1, 0, 0, 2, samples=True)])
     first = (2**31 - 1) * 4096
     assert batch.slot_mapping.tolist() == [first, first + 1]
-
-
-def test_a_sampled_token_is_the_next_steps_input():
-    tables = make_tables()
-    apply(tables, [admit(3, [5, 6], [1]), admit(1, [8], [2])])
-    rows = [Row(1, 3, 0, 2, samples=True), Row(2, 1, 0, 1, samples=True)]
-    StepSampler(tables, rows).store(torch.tensor([70, 80]))
-    following = tables.batch([Row(2, 1, 1, 1, samples=True), Row(1, 3, 2, 1, samples=True)])
-    assert following.input_ids.tolist() == [80, 70]
-    assert following.positions.tolist() == [1, 2]
-
-
-def test_rows_that_do_not_sample_keep_their_tokens():
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2, 3, 4], [1]), admit(1, [9], [2])])
-    rows = [Row(1, 0, 0, 2, samples=False), Row(2, 1, 0, 1, samples=True)]
-    sampling = StepSampler(tables, rows)
-    assert sampling.output_indices.tolist() == [2]
-    sampling.store(torch.tensor([50]))
-    assert tables.batch([Row(1, 0, 2, 2, samples=True)]).input_ids.tolist() == [3, 4]
-
-
-def test_a_step_may_sample_nothing():
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2, 3], [1])])
-    sampling = StepSampler(tables, [Row(1, 0, 0, 2, samples=False)])
-    assert sampling.output_indices.shape == (0,)
-    assert sampling.output_indices.dtype == torch.int64
-    sampling.store(torch.empty(0, dtype=torch.int64))
-    assert tables.batch([Row(1, 0, 2, 1, samples=True)]).input_ids.tolist() == [3]
 
 
 def test_the_token_past_a_full_sequence_overwrites_nobody():
@@ -294,57 +246,6 @@ def test_the_token_past_a_full_sequence_overwrites_nobody():
     StepSampler(tables, rows).store(torch.tensor([50, 60]))
     batch = tables.batch([Row(1, 0, 0, 4, samples=True), Row(2, 1, 0, 2, samples=True)])
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 60]
-
-
-def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before():
-    tables = make_tables()
-    before = SamplingParams(
-        temperature=0.9, top_k=3, top_p=0.5, min_p=0.4, presence_penalty=1.0, logprobs=4
-    )
-    apply(tables, [admit(0, list(range(100, 120)), [5, 6, 7, 8, 9], before, seed=11)])
-    apply(tables, [admit(0, [1, 2], [3], SamplingParams(temperature=0.25), seed=22)])
-    rows = [Row(2, 0, 0, 2, samples=True)]
-    batch, sampling_rows = tables.batch(rows), StepSampler(tables, rows)
-    assert batch.input_ids.tolist() == [1, 2]
-    assert batch.slot_mapping.tolist() == [12, 13]
-    sampling = sampling_of(sampling_rows)
-    assert sampling.temperatures.tolist() == [0.25]
-    assert sampling.seeds.tolist() == [22]
-    assert sampling.top_ks.item() >= VOCAB
-    assert sampling.top_ps.tolist() == [1.0]
-    assert sampling.min_ps.tolist() == [0.0]
-    assert tables.rules == [None] * len(tables.rules)
-    assert [params.logprobs for params in sampling_rows.params] == [None]
-
-
-def test_readmission_after_preemption_brings_back_the_generated_tokens():
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2], [3])])
-    StepSampler(tables, [Row(1, 0, 0, 2, samples=True)]).store(torch.tensor([40]))
-    apply(tables, [admit(4, [1, 2, 40], [7])])
-    batch = tables.batch([Row(1, 4, 0, 3, samples=True)])
-    assert batch.input_ids.tolist() == [1, 2, 40]
-    assert batch.slot_mapping.tolist() == [28, 29, 30]
-
-
-def test_new_blocks_continue_the_table_at_their_index():
-    tables = make_tables()
-    apply(tables, [admit(0, list(range(12)), [3])])
-    apply(tables, new_blocks=[NewBlocks(0, 1, [8, 2])])
-    batch = tables.batch([Row(1, 0, 0, 12, samples=True)])
-    assert batch.block_tables.tolist() == [[3, 8, 2]]
-    assert batch.slot_mapping[[0, 4, 8]].tolist() == [12, 32, 8]
-
-
-def test_a_batch_is_a_snapshot():
-    """Later changes to the tables do not change a batch that was made before."""
-    tables = make_tables()
-    apply(tables, [admit(0, [1, 2], [3])])
-    rows = [Row(1, 0, 0, 2, samples=True)]
-    batch = tables.batch(rows)
-    apply(tables, [admit(0, [8, 9], [6])])
-    assert batch.input_ids.tolist() == [1, 2]
-    assert batch.block_tables.tolist() == [[3]]
 
 
 def test_new_tokens_follow_the_sampled_one():

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams, demo_model
-from nanovllm.core.windows import WindowSpec
-from nanovllm.core.worker_info import KVInfo, WorkerInfo
+from nanovllm.core.worker_info import KVInfo, WindowSpec, WorkerInfo
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.options.config import Config
 from nanovllm.platform import cpu
@@ -56,16 +55,6 @@ def fake_files(monkeypatch, **contents):
 
 def test_a_given_number_of_blocks_is_taken_as_it_is():
     assert blocks_on_cpu(num_kvcache_blocks=7, block_bytes=10**12, max_blocks=3) == 7
-
-
-def test_given_bytes_are_divided_into_whole_blocks():
-    assert blocks_on_cpu(kv_cache_memory_bytes=2999) == 2
-    assert blocks_on_cpu(kv_cache_memory_bytes=3000) == 3
-    assert blocks_on_cpu(kv_cache_memory_bytes=999) == 0
-
-
-def test_no_more_blocks_than_could_ever_be_used():
-    assert blocks_on_cpu(kv_cache_memory_bytes=10**9, max_blocks=12) == 12
 
 
 def test_reserved_blocks_come_out_of_the_memory_but_not_out_of_a_given_number():
@@ -118,12 +107,6 @@ def test_memory_of_all_graphs_is_seen_on_three(monkeypatch, sizes, captured, exp
     assert seen == captured
 
 
-def test_memory_that_a_neighbour_gave_back_is_no_graphs_gain(monkeypatch):
-    used = iter([5000, 5700, 5600, 5630])
-    monkeypatch.setattr(CUDA, "used_bytes", lambda self: next(used))
-    assert graph_bytes([1, 2, 4, 8], lambda size: None, CUDA(torch.device("cuda"))) == 730
-
-
 @pytest.mark.parametrize("grown", [(700, 9000, 30), (700, 30, 9000)])
 def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
     """Symptom: multiplied by the number of graphs, it leaves no memory for the pool."""
@@ -133,31 +116,9 @@ def test_memory_that_a_neighbour_took_is_counted_once(monkeypatch, grown):
     assert found == sum(grown) + 57 * 30
 
 
-def test_cpu_takes_half_of_what_is_free(free_memory):
-    free_memory(6 * GIB)
-    assert blocks_on_cpu(block_bytes=GIB) == 3
-
-
-def test_cpu_takes_at_most_4_gib(free_memory):
-    free_memory(100 * GIB)
-    assert blocks_on_cpu(block_bytes=GIB) == 4
-
-
 def test_cpu_ranks_share_what_is_free(free_memory):
     free_memory(6 * GIB)
     assert blocks_on_cpu(block_bytes=GIB // 4, tensor_parallel_size=2) == 6
-
-
-def test_cpu_with_nothing_free_has_no_blocks(free_memory):
-    free_memory(0)
-    assert blocks_on_cpu() == 0
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "block_size", "max_model_len"), [(4, 16, 64), (4, 16, 50), (1, 256, 1)]
-)
-def test_enough_blocks_for_one_sequence(num_blocks, block_size, max_model_len):
-    require_one_sequence(WorkerInfo(num_blocks, block_size, max_model_len, 1000, 64))
 
 
 def test_blocks_of_window_groups_count():
@@ -244,15 +205,6 @@ def test_a_step_that_torch_has_no_memory_for_raises_and_the_engine_goes_on(refus
     assert texts == expected
 
 
-def test_available_memory_is_positive_and_within_the_machine():
-    assert 0 < available_memory() <= psutil.virtual_memory().total
-
-
-def test_available_memory_of_the_machine(monkeypatch):
-    fake_files(monkeypatch, meminfo="MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable: 500 kB\n")
-    assert available_memory() == 500 * 1024
-
-
 @pytest.mark.parametrize(
     ("limit", "usage"),
     [("memory_max", "memory_current"), ("memory_limit_in_bytes", "memory_usage_in_bytes")],
@@ -269,18 +221,6 @@ def test_a_containers_page_cache_counts_as_available(monkeypatch):
     stat = "anon 50000\nfile 150000\ninactive_file 120000\nactive_file 30000\n"
     fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", memory_stat=stat, **files)
     assert available_memory() >= 220_000
-
-
-def test_a_container_without_a_limit(monkeypatch):
-    files = {"memory_max": "max\n", "memory_current": "200000\n"}
-    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
-    assert available_memory() == 500 * 1024
-
-
-def test_a_container_above_its_limit_has_nothing_left(monkeypatch):
-    files = {"memory_max": "1000\n", "memory_current": "2000\n"}
-    fake_files(monkeypatch, meminfo="MemAvailable: 500 kB\n", **files)
-    assert available_memory() == 0
 
 
 def test_without_proc_half_of_the_physical_memory(monkeypatch):

@@ -19,7 +19,7 @@ from nanovllm.worker.logprobs import (
 )
 from nanovllm.worker.step_output import PendingResult, StepOutput
 from nanovllm.worker.step_sampler import StepSampler
-from tests.worker.test_acceptance import UNUSED, row
+from tests.worker.test_acceptance import row
 from tests.worker.test_step_sampler import DTYPES, KINDS, VOCAB, make_rows, random_logits
 
 
@@ -65,13 +65,6 @@ def test_of_equal_logits_the_lowest_token_ids_come_first():
         assert torch.equal(found, expected[:, :count])
 
 
-def test_gathering_does_not_wait_for_the_device():
-    """Tensors without numbers let no host read one."""
-    logits, tokens = torch.empty(8, VOCAB, device="meta"), torch.empty(8, device="meta").long()
-    found = gather_logprobs(logits, tokens, 5)
-    assert [x.shape for x in found] == [(8, 6), (8, 6), (8,)]
-
-
 def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
     logits = random_logits(50, torch.bfloat16)  # many ties, which share the same rank
     tokens = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(1))
@@ -81,14 +74,6 @@ def test_a_rank_is_one_more_than_the_number_of_likelier_tokens():
     for rank, token, values in zip(ranks, tokens.tolist(), logits.tolist(), strict=True):
         assert rank == 1 + sum(logit > values[token] for logit in values)
     assert ranks[:5] == [1] * 5
-
-
-def test_tolist_gives_each_position_as_many_as_it_wants():
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 3)
-    found = gather_logprobs(logits, torch.tensor([2, 1, 0]), 3).tolist([0, 1, 3])
-    assert [value.token_ids for value in found] == [[2], [1, 1], [0, 1, 3, 2]]
-    assert [len(value.logprobs) for value in found] == [1, 2, 4]
-    assert [value.rank for value in found] == [3, 1, 4]
 
 
 def test_logprobs_for_the_rows_that_ask():
@@ -145,12 +130,6 @@ def test_logprobs_of_512_rows_take_little_memory():
     assert 8 * _PIECE < peak < 12 * _PIECE  # float32 twice, and less than bfloat16 and a mask
 
 
-def test_nobody_asks_for_logprobs():
-    tables, rows = make_rows([SamplingParams(), SamplingParams(temperature=0)])
-    sampling = StepSampler(tables, rows)
-    assert not sampling.want_logprobs
-
-
 def gathered(tokens: list[int]) -> GatheredLogprobs:
     """Return log-probabilities: minus the token, and token 1 as the most likely one."""
     ids = torch.tensor([[token, 1] for token in tokens])
@@ -169,11 +148,3 @@ def test_logprobs_are_those_of_all_samples_in_order() -> None:
     assert found is not None
     assert [value.token_ids for value in found] == [[5, 1], [6, 1], [7, 1]]
     assert [value.logprobs for value in found] == [[-5, -1], [-6, -1], [-7, -1]]
-
-
-def test_prompt_logprobs_of_a_row_with_drafts() -> None:
-    prompt = Logprobs([0, 0], [0, 0], gathered([2, 4]), positions=[3, 4])
-    output = StepOutput(torch.tensor([5, 6]), [prompt], {}, torch.tensor([5, UNUSED]))
-    found = PendingResult(0, [row(0, 1)], output, CPU()).result().details[0].prompt_logprobs
-    assert found is not None
-    assert [(place, value.token_ids) for place, value in found] == [(3, [2]), (4, [4])]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanovllm.core.messages import Admission, NewBlocks, Row, Schedule
-from nanovllm.core.windows import num_tables
+from nanovllm.core.worker_info import num_tables
 from nanovllm.kernels.cpu.library import library
 from nanovllm.loading.hub import configured_checkpoint
 from nanovllm.options.config import Config
@@ -18,7 +18,6 @@ from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.parallel.rank_setup import check_networks, make_runner
 from nanovllm.platform.cpu import CPU
 from nanovllm.worker.kv_cache import require_one_sequence
-from nanovllm.worker.model_report import report
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.warm_up import allocate, measure
 from tests import mixture
@@ -135,23 +134,3 @@ def test_a_recording_computes_the_same_bits(model: str) -> None:
             schedule = Schedule(step, [], [], rows)
     assert found[0] == found[1]
     assert all(len(details) == 3 for _, details in found[0])
-
-
-def test_the_report(model: str) -> None:
-    found = report(model)
-    attention = [
-        (each["num_layers"], each["window"], each["value_dim"]) for each in found["attention"]
-    ]
-    assert attention == [
-        (2, 8, None),
-        (1, None, mixture.LATENT_DIM),
-        (1, None, None),
-        (1, 40, None),
-    ]
-    assert [each["kind"] for each in found["states"]] == ["ShortConv", "GatedDeltaNet"]
-    conv = (mixture.TAPS - 1) * mixture.HIDDEN
-    channels = (2 * mixture.KEY_HEADS + mixture.VALUE_HEADS) * mixture.DELTA_DIM
-    matrices = mixture.VALUE_HEADS * (mixture.DELTA_DIM**2 + 1)
-    state_bytes = 4 * (conv + (mixture.DELTA_TAPS - 1) * channels + matrices)
-    assert found["memory"]["state_bytes"] == state_bytes
-    assert found["memory"]["pool_tokens"] > 0

@@ -10,14 +10,12 @@ from safetensors.torch import load_file
 from nanovllm import demo_model
 from nanovllm.attention.spec import AttentionSpec
 from nanovllm.attention.torch_sdpa import TorchExplicitBackend
-from nanovllm.core.windows import pages_for
-from nanovllm.errors import CheckpointError
+from nanovllm.core.worker_info import pages_for
 from nanovllm.features.quantization.integer import choose_group_size, quantize
 from nanovllm.models.registry import MODULES
 from nanovllm.worker.kv_pool import page_layout
 from nanovllm.worker.model_report import POOL_BYTES, all_supported, report
-from tests.checkpoints import copy_checkpoint, write_json
-from tests.gguf_files import make_gguf
+from tests.checkpoints import write_json
 from tests.models.family_configs import CONFIGS, config_of
 
 
@@ -113,23 +111,6 @@ def test_weights_are_counted_from_the_files() -> None:
         assert found[f"int{bits}_bytes"] == expected
 
 
-def test_weights_without_files_are_counted_from_the_sizes(tmp_path: Path) -> None:
-    whole = report(demo_model.MODEL)
-    (tmp_path / "config.json").write_text((Path(demo_model.MODEL) / "config.json").read_text())
-    found = report(str(tmp_path))
-    assert found["memory"] == {**whole["memory"], "weights_from": "sizes"}
-
-
-def test_a_gguf_file(tmp_path: Path) -> None:
-    file, _ = make_gguf(tmp_path, "qwen3", "Q4_0")
-    found = report(file)
-    assert found["quantization"] == "gguf"
-    assert found["memory"]["int8_bytes"] is None
-    assert found["memory"]["weights_from"] == "files"
-    size = Path(file).stat().st_size
-    assert 0.9 * size < found["memory"]["weights_bytes"] < size
-
-
 def test_a_checkpoint_in_few_bits(report_of: Any) -> None:
     group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     config = {
@@ -159,9 +140,3 @@ def test_a_refused_model(report_of: Any) -> None:
     )
     found = report_of("Qwen3ForCausalLM", quantization_config={"quant_method": "hqq"})
     assert "quant_method 'hqq' is not supported" in found["error"]
-
-
-def test_weights_that_do_not_match(tmp_path: Path) -> None:
-    path = copy_checkpoint(demo_model.MODEL, tmp_path / "model", hidden_size=64)
-    with pytest.raises(CheckpointError, match="weights do not match config.json"):
-        report(str(path))

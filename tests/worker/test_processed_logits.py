@@ -89,52 +89,42 @@ PARAMS = SamplingParams(
 
 @pytest.fixture(scope="module")
 def outputs(random_model: str) -> dict[str, Any]:
-    """The same request in each mode, with drafts and without."""
+    """The same request in each mode, and in one with drafts."""
     found = {}
-    for mode in ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"):
-        for spec in (None, {"method": "ngram", "num_speculative_tokens": 2}):
-            llm = LLM(
-                random_model,
-                dtype="float32",
-                max_model_len=48,
-                logprobs_mode=mode,
-                speculative_config=spec,
-            )
-            prompt = [1, 2, 3, 4, 1, 2, 3]
-            found[mode, spec is None] = llm.generate(prompt, PARAMS, use_tqdm=False)[0]
-            llm.shutdown()
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 48}
+    spec = {"method": "ngram", "num_speculative_tokens": 2}
+    for name in ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", "drafts"):
+        mode = "processed_logits" if name == "drafts" else name
+        drafts = spec if name == "drafts" else None
+        llm = LLM(random_model, logprobs_mode=mode, speculative_config=drafts, **options)
+        found[name] = llm.generate([1, 2, 3, 4, 1, 2, 3], PARAMS, use_tqdm=False)[0]
+        llm.shutdown()
     return found
 
 
 def test_modes_of_an_engine(outputs: dict[str, Any]) -> None:
     """Tokens are the same; log-probabilities are those of the logits; prompts are raw in all."""
-    for plain in (True, False):
-        raw, raw_logits = outputs["raw_logprobs", plain], outputs["raw_logits", plain]
-        processed = outputs["processed_logprobs", plain]
-        logits = outputs["processed_logits", plain]
-        assert raw.token_ids == raw_logits.token_ids == processed.token_ids == logits.token_ids
-        steps = zip(
-            *(each.outputs[0].logprobs for each in (raw, raw_logits, processed, logits)),
-            strict=True,
-        )
-        for one, two, three, four in steps:
-            shifts = {two[token].logprob - one[token].logprob for token in one.keys() & two.keys()}
-            assert max(shifts) - min(shifts) < 1e-4
-            kept = [entry.logprob for entry in three.values() if entry.logprob > -torch.inf]
-            assert len(kept) == 8
-            assert sum(torch.tensor(kept).exp()) == pytest.approx(1, abs=1e-5)
-            scores = torch.tensor([four[token].logprob for token in three if token in four])
-            expected = torch.tensor([three[token].logprob for token in three if token in four])
-            torch.testing.assert_close(scores.log_softmax(-1), expected)
-        for mode, same in (("processed_logprobs", raw), ("processed_logits", raw_logits)):
-            assert outputs[mode, plain].prompt_logprobs == same.prompt_logprobs
-
-
-def test_drafts_change_nothing(outputs: dict[str, Any]) -> None:
-    for mode, plain in outputs:
-        with_drafts = outputs[mode, False].outputs[0]
-        without = outputs[mode, plain].outputs[0]
-        for one, two in zip(without.logprobs, with_drafts.logprobs, strict=True):
-            for token, entry in one.items():
-                if token in two:
-                    assert entry.logprob == pytest.approx(two[token].logprob, abs=1e-4)
+    raw, raw_logits = outputs["raw_logprobs"], outputs["raw_logits"]
+    processed = outputs["processed_logprobs"]
+    logits = outputs["processed_logits"]
+    assert raw.token_ids == raw_logits.token_ids == processed.token_ids == logits.token_ids
+    steps = zip(
+        *(each.outputs[0].logprobs for each in (raw, raw_logits, processed, logits)),
+        strict=True,
+    )
+    for one, two, three, four in steps:
+        shifts = {two[token].logprob - one[token].logprob for token in one.keys() & two.keys()}
+        assert max(shifts) - min(shifts) < 1e-4
+        kept = [entry.logprob for entry in three.values() if entry.logprob > -torch.inf]
+        assert len(kept) == 8
+        assert sum(torch.tensor(kept).exp()) == pytest.approx(1, abs=1e-5)
+        scores = torch.tensor([four[token].logprob for token in three if token in four])
+        expected = torch.tensor([three[token].logprob for token in three if token in four])
+        torch.testing.assert_close(scores.log_softmax(-1), expected)
+    for mode, same in (("processed_logprobs", raw), ("processed_logits", raw_logits)):
+        assert outputs[mode].prompt_logprobs == same.prompt_logprobs
+    with_drafts = outputs["drafts"]
+    assert with_drafts.token_ids == logits.token_ids
+    for one, two in zip(logits.outputs[0].logprobs, with_drafts.outputs[0].logprobs, strict=True):
+        for token in one.keys() & two.keys():
+            assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-4)

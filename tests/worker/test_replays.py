@@ -137,7 +137,7 @@ class Simulation:
         return inputs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_state_is_that_of_plain_computation(seed: int) -> None:
     simulation = Simulation(random.Random(seed))

@@ -135,14 +135,6 @@ def test_ties_with_the_last_of_top_k_do_not_depend_on_a_neighbour():
     assert torch.equal(together[:200], alone)
 
 
-def test_candidates_are_enough_for_the_largest_top_k():
-    """At any place in the batch."""
-    logits, seeds = random_logits(101), list(range(101))
-    wide, narrow = SamplingParams(top_k=300, top_p=0.7, temperature=3.0), SamplingParams(top_k=2)
-    alone = sample([wide] * 100, logits[:100], seeds=seeds[:100])
-    assert torch.equal(sample([wide] * 100 + [narrow], logits, seeds=seeds)[:100], alone)
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
 @pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 1, 2**40, 2**70])
 def test_a_top_k_from_the_vocabularys_size_up_is_none(top_k, top_p):
@@ -150,40 +142,6 @@ def test_a_top_k_from_the_vocabularys_size_up_is_none(top_k, top_p):
     without, beyond = (SamplingParams(top_k=k, top_p=top_p, temperature=4.0) for k in (0, top_k))
     expected = sample([without] * 100, logits, seeds=seeds)
     assert torch.equal(sample([beyond] * 100, logits, seeds=seeds), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_greedy_rows_are_the_argmax(dtype, temperature):
-    logits = random_logits(50, dtype)
-    chosen = sample([SamplingParams(temperature=temperature)] * 50, logits)
-    assert chosen.dtype == torch.int64
-    assert torch.equal(chosen, logits.argmax(-1))
-
-
-@pytest.mark.parametrize("other", [[], [SamplingParams()]])
-def test_greedy_takes_the_first_of_equals(other):
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [0.0] * 4])[: 1 + len(other)]
-    assert sample([SamplingParams(temperature=0), *other], logits)[0] == 1
-
-
-def test_greedy_rows_choose_no_masked_token():
-    logits = random_logits(500)
-    masked = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.99
-    masked[:, 17] = False
-    logits[masked] = -torch.inf
-    chosen = sample([SamplingParams(temperature=0)] * 500, logits)
-    assert not masked[torch.arange(500), chosen].any()
-
-
-def test_greedy_and_sampled_rows_share_a_batch():
-    logits, seeds = random_logits(64), list(range(64))
-    params = [SamplingParams(temperature=0 if i % 4 == 0 else 1.0) for i in range(64)]
-    chosen = sample(params, logits, seeds=seeds)
-    greedy = torch.arange(64) % 4 == 0
-    best = logits.argmax(-1)
-    assert torch.equal(chosen[greedy], best[greedy])
-    assert (chosen[~greedy] != best[~greedy]).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,12 +158,6 @@ def test_rules_change_no_other_row_and_not_what_the_model_said(dtype):
         assert untouched == (tables.rules[row.table_idx] is None)
     sampling.sample(logits)
     assert torch.equal(logits, before)
-
-
-def test_without_rules_nothing_is_copied():
-    tables, rows = make_rows([SamplingParams(), SamplingParams(top_k=3)])
-    logits = random_logits(2, torch.bfloat16)
-    assert StepSampler(tables, rows).apply_rules(logits) is logits
 
 
 def test_rules_see_the_tokens_that_the_host_has_not_seen():

@@ -9,7 +9,6 @@ from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers import sampler
-from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.worker import logprobs
 from nanovllm.worker.network import Network
 from nanovllm.worker.warm_up import CHUNKS, KINDS, compile_kernels, reach_peak, warm_up_steps
@@ -86,16 +85,6 @@ def test_nothing_is_left(random_model: str) -> None:
         assert torch.equal(found, expected)
     assert bench.tables.rules == fresh.tables.rules
     assert bench.tables.plain == fresh.tables.plain
-
-
-def test_a_request_afterwards_is_that_of_a_new_engine(random_model: str) -> None:
-    params = SamplingParams(temperature=0.8, max_tokens=50)
-    warm, fresh = Bench(random_model), Bench(random_model)
-    with torch.inference_mode():
-        warm_up(warm)
-    for bench in (warm, fresh):
-        bench.admit(0, [1, 2, 3], params, [0, 1, 2])
-    assert [warm.decode(0) for _ in range(4)] == [fresh.decode(0) for _ in range(4)]
 
 
 def test_peak_memory_includes_a_float32_copy_of_all_logits(

@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 
 from nanovllm.apps.batch.batch_options import RowOptions, job_identity
 from nanovllm.apps.batch.job_files import JobFiles, Journal
-from nanovllm.apps.batch.results import check_output, write_output
-from nanovllm.apps.batch.rows import InputRow
-from nanovllm.apps.batch.sources import Source, check_unchanged
+from nanovllm.apps.batch.rows import InputRow, Source, check_name
+from nanovllm.errors import ConfigError
 
 _MIN_WINDOW = 1024
 """Rows from the oldest unfinished one on that a job may have begun. It bounds the memory."""
@@ -75,21 +74,22 @@ def run_job(
         ConfigError: an option is invalid, or `JobFiles` refuses.
         NanoVLLMError: the engines cannot be made, or die again and again.
     """
-    check_output(source, output)
-    identity = job_identity(options, input=source.digest)
-    files = JobFiles(output, identity)
+    check_name(output)
+    if output.exists() and output.samefile(source.path):
+        raise ConfigError(f"the output {output} is the input: name another")
+    files = JobFiles(output, job_identity(options, source.digest))
     try:
         journal = files.journal
-        num_before = len(files.journal)
+        num_before = len(journal)
         seconds = 0.0
         num_failed = files.num_failed
         if num_failed is None:
             if num_before < source.num_rows:
                 seconds = asyncio.run(answer_rows(source, make_pool, journal, on_progress))
-            check_unchanged(source)
+            source.check_unchanged()
             num_failed = sum(map(_is_failed, journal.in_order()))
             with files.writing(num_failed) as file:
-                write_output(file, source, options, journal.in_order)
+                file.writelines(line + b"\n" for line in journal.in_order())
         else:
             num_before = source.num_rows
         files.remove()
@@ -133,7 +133,7 @@ class _Dispatch:
 
     async def run(self, source: Source, on_progress: Callable[[Progress], object]) -> None:
         """Compute the rows that are not in the journal. Raises what the pool raises."""
-        rows = (row for row in source.rows() if _number(row) not in self._journal)
+        rows = (row for row in source.rows() if row.number not in self._journal)
         try:
             row = self._begin(rows, next(rows, None))
             while self._num_running:
@@ -153,7 +153,7 @@ class _Dispatch:
         capacity = self._pool.capacity
         window = max(_MIN_WINDOW, _WINDOW_CAPACITIES * capacity)
         while row is not None and self._num_running < capacity:
-            if _number(row) >= self._journal.num_leading + window:
+            if row.number >= self._journal.num_leading + window:
                 break
             task = asyncio.create_task(self._answer(row))
             self._num_running += 1
@@ -174,10 +174,4 @@ class _Dispatch:
         if isinstance(output, BaseException):
             raise output
         self._num_failed += _is_failed(output)
-        self._journal.append(_number(row), output)
-
-
-def _number(row: InputRow) -> int:
-    """Return the number of a row of a file."""
-    assert row.number is not None
-    return row.number
+        self._journal.append(row.number, output)

@@ -1,4 +1,4 @@
-"""The files of a batch: what is done, so that a killed job goes on where it was.
+"""The files of a batch: what is done, so that a killed job resumes where it stopped.
 
 Next to OUTPUT is the directory OUTPUT.parts while the job is not done:
 

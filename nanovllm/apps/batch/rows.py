@@ -1,4 +1,4 @@
-"""A row of a batch: its id, its seed, and how it is read and its output written.
+"""Rows of OpenAI's batch files: how they are read, their seeds, and the lines of their outputs.
 
 Imports no engine: a driver writes the line of a row that no worker could compute.
 """
@@ -6,24 +6,27 @@ Imports no engine: a driver writes the line of a row that no worker could comput
 import codecs
 import hashlib
 import json
-import math
+import stat
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
 from nanovllm.utils.strict_json import StrictJSONError
 
-ROWS = "rows"
-OPENAI = "openai"
-"""The forms of a batch: rows with a prompt, or OpenAI's batch file."""
+ROW = '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "..."}}'
+"""A row, for messages."""
+DIED = "one engine after another died while it computed this row"
 
 
 class InputRow(NamedTuple):
     """A row as it was read."""
 
-    number: int | None
-    """Its place in the input, from 0; None in a dataset, whose rows have no order."""
+    number: int
+    """Its place in the input, from 0."""
     fields: dict[str, Any]
     problem: str | None = None
     """Why it cannot be read."""
@@ -33,46 +36,100 @@ class BadRowError(ValueError):
     """A text is not a row."""
 
 
-def row_id(row: InputRow, column: str) -> str | int:
-    """Return the row's id: the field `column`, or its index, or a digest of its content.
+class Source:
+    """The rows of a file, one on each line. Empty lines do not count.
+
+    Attributes:
+        digest: the file's sha256.
 
     Raises:
-        InvalidRequestError: the field is neither a string nor an integer.
+        ConfigError: the file is missing, cannot be read, or is not JSON lines by its name.
     """
-    given = row.fields.get(column)
-    if given is None:
-        return (
-            hashlib.sha256(dumps(row.fields)).hexdigest()[:32] if row.number is None else row.number
+
+    def __init__(self, path: Path) -> None:
+        check_name(path)
+        self.path = path
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ConfigError(
+                    f"the input {shown(str(path))} is not a regular file, and it is read several "
+                    "times: write its rows to a file"
+                )
+            self._stamp = _stamp(path)
+            self.num_rows, self.digest = _count_lines(path)
+            self._repeated = self._find_repeated()
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"the input {shown(str(path))} cannot be read: {reason}") from None
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if the file has changed since it was opened."""
+        if _stamp(self.path) != self._stamp:
+            raise ConfigError(
+                f"the input {self.path} has changed while it was read: run the batch again with "
+                "another output"
+            )
+
+    def rows(self) -> Iterator[InputRow]:
+        """Yield the rows; one that cannot be read, or has the custom_id of another, says why."""
+        numbers: dict[str, int] = {}  # of repeated names: the first row that has it
+        for row in self._lines():
+            name = row.fields.get("custom_id")
+            if self._repeated and isinstance(name, str) and hash(name) in self._repeated:
+                first = numbers.setdefault(name, row.number)
+                if first != row.number:
+                    problem = (
+                        f"row {first} has the custom_id {shown(name)}, too: each needs its own"
+                    )
+                    row = row._replace(problem=problem)
+            yield row
+
+    def _lines(self) -> Iterator[InputRow]:
+        with self.path.open("rb") as file:
+            number = 0
+            for line in file:
+                if not line.strip():
+                    continue
+                try:
+                    row = InputRow(number, parse_object(line))
+                except BadRowError as error:
+                    row = InputRow(number, {}, str(error))
+                yield row
+                number += 1
+
+    def _find_repeated(self) -> set[int]:
+        """Return the hashes that several custom_ids have. Memory: eight bytes a row."""
+        import numpy as np  # only here: the command line starts without it
+
+        names = (row.fields.get("custom_id") for row in self._lines())
+        hashes = array("q", (hash(name) for name in names if isinstance(name, str)))
+        found, counts = np.unique(np.asarray(hashes, np.int64), return_counts=True)
+        return set(found[counts > 1].tolist())
+
+
+def check_name(path: Path) -> None:
+    """Raise ConfigError unless a file is JSON lines by its name."""
+    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
+        raise ConfigError(
+            f"a batch's file is .jsonl, got {shown(str(path))}; Ray Data reads other files: "
+            "docs/batch.md"
         )
-    if not isinstance(given, str | int) or isinstance(given, bool):
-        raise InvalidRequestError(f"{column} must be a string or an integer, got {shown(given)}")
-    return given
 
 
-def row_seed(seed: int, identity: str | int) -> int:
-    """Return the seed of the row with this id, from 0 to 2**63 - 1, in a batch with this seed."""
-    digest = hashlib.sha256(json.dumps([seed, identity]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
-def short_digest(*parts: str | int) -> str:
-    """Return 32 hexadecimal digits that stand for the parts."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def dumps(value: Any) -> bytes:
-    """Return a value as one line of JSON in UTF-8, without the end of the line.
-
-    JSON has no infinite number and no NaN, which Parquet has: they become null.
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
-    except ValueError:
-        return dumps(_finite(value))
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can write
-        return json.dumps(value, default=_plain).encode()
+def _count_lines(path: Path) -> tuple[int, str]:
+    """Return how many lines are not empty, and the digest of the file."""
+    digest = hashlib.sha256()
+    num_lines = 0
+    with path.open("rb") as file:
+        for line in file:
+            digest.update(line)
+            num_lines += bool(line.strip())
+    return num_lines, digest.hexdigest()
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -86,41 +143,27 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except StrictJSONError as error:
         raise BadRowError(str(error)) from None
     if not isinstance(value, dict):
-        raise BadRowError(
-            f'a row must be an object such as {{"prompt": "..."}}, got {shown(value)}'
-        )
+        raise BadRowError(f"a row must be an object such as {ROW}, got {shown(value)}")
     return value
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with None for each number that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def row_seed(seed: int, identity: str) -> int:
+    """Return the seed of the row with this id, from 0 to 2**63 - 1, in a batch with this seed."""
+    digest = hashlib.sha256(json.dumps([seed, identity]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _plain(value: Any) -> str:
-    """Return what JSON has no type for, such as a date of a Parquet file, as a text."""
-    return value.hex() if isinstance(value, bytes) else str(value)
+def short_digest(*parts: str | int) -> str:
+    """Return 32 hexadecimal digits that stand for the parts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-OUTPUT_COLUMNS = (
-    "generated_text",
-    "generated_tokens",
-    "finish_reason",
-    "num_input_tokens",
-    "num_generated_tokens",
-    "error",
-)
-"""The columns that rows with a prompt get; names are those of Ray Data's LLM module."""
-
-
-def failed_columns(error: str) -> dict[str, Any]:
-    """Return the columns of a row with an error; what is not a character in it is escaped."""
-    text = error.encode(errors="backslashreplace").decode()
-    return {**dict.fromkeys(OUTPUT_COLUMNS), "error": text}
+def dumps(value: Any) -> bytes:
+    """Return a value as one line of JSON in UTF-8, without the end of the line."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can write
+        return json.dumps(value, allow_nan=False).encode()
 
 
 def openai_line(
@@ -149,8 +192,6 @@ def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, A
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def failed_line(form: str, row: InputRow, error: str) -> bytes:
+def failed_line(row: InputRow, error: str) -> bytes:
     """Return the output, as JSON, of a row whose error is not its own."""
-    if form == OPENAI:
-        return dumps(openai_failure(row, 500, error_body(error, "server_error")))
-    return dumps(failed_columns(error))
+    return dumps(openai_failure(row, 500, error_body(error, "server_error")))

@@ -2,22 +2,30 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from nanovllm import __version__, demo_model
 from nanovllm.apps.cli.batch import add_batch
-from nanovllm.apps.cli.flag_groups import add_engine_flags, add_sampling_flags
-from nanovllm.apps.cli.hub import add_show
 from nanovllm.apps.cli.lab import add_lab
 from nanovllm.apps.cli.learn import add_learn
 from nanovllm.apps.cli.models import add_models
 from nanovllm.apps.cli.prove import add_prove
-from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import add_router_flags
 from nanovllm.apps.server.server_options import add_server_flags
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, json_object
+from nanovllm.options.flags import (
+    Command,
+    Parser,
+    Subparsers,
+    add_command,
+    add_engine_flags,
+    add_flags,
+    add_other_flags,
+    add_sampling_flags,
+    json_object,
+)
 from nanovllm.options.model_names import looks_like_model, no_model
 from nanovllm.options.validation import listed, shown
 
@@ -29,11 +37,10 @@ COMMON = {
     "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
     "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads",
-    "run": "system temperature top_p max_tokens seed max_model_len quantization device "
-    "num_threads narrate",
-    "serve": "host port api_keys served_model_name config max_model_len quantization device "
+    "run": "system temperature top_p max_tokens seed max_model_len quantization device num_threads",
+    "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
-    "explain": "html chat xray max_tokens temperature top_p seed max_model_len max_num_seqs "
+    "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
     "max_num_batched_tokens",
 }
 """By command, the flags that --help shows."""
@@ -46,19 +53,18 @@ EXAMPLES = {
 }
 """By command, what stands behind it in two examples."""
 ELSEWHERE = {
+    "show": "use models MODEL; `hf cache ls` lists the models on this machine",
     "pull": "`hf download OWNER/NAME` gets a model",
     "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",
     "rm": "`hf cache rm model/OWNER/NAME` removes a model",
-    "ps": "a server's models are at /v1/models, and its load at /status",
+    "ps": "a server's models are at /v1/models, and its load at /metrics",
     "stop": "Ctrl-C ends a server, and --keep-alive says when a model of several leaves memory",
     "complete": "use generate, or chat --url",
     "run-batch": "use batch",
-    "bench": "use lab bench, or python bench.py",
+    "bench": "use python bench.py",
 }
 """What to use for commands of ollama, vLLM and earlier versions."""
-Command = Callable[[argparse.Namespace], int]
-"""Runs with the parsed arguments, and returns the exit status. Its docstring is the help."""
 
 
 def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
@@ -80,7 +86,6 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
         _add_command(added, command)
     add_batch(added)
     add_models(added)
-    add_show(added)
     add_prove(added)
     add_learn(added)
     add_lab(added)
@@ -88,19 +93,15 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     rest = args.parser.words(rest)
     if args.command is None:
         args.parser.error(f"COMMAND is missing: {listed(list(added.choices), len(added.choices))}")
-    if hasattr(args, "takes"):
-        if rest:
-            args.parser.error(f"{args.takes}, got {shown(rest[0])}")
-        return args
     if "models" in args:
         args.models += rest
         args.model = args.models[0] if args.models else None
-    elif rest and "prompt" not in args:
-        name = args.command.__name__
-        hint = "; use nanovllm run for one question" * (name == "chat")
-        args.parser.error(f"{name} takes a MODEL and no prompts, got {shown(rest[0])}{hint}")
-    elif rest:  # prompts after a flag: argparse itself does not accept them there
+    elif "prompt" in args:  # after a flag argparse itself takes none
         args.prompt += rest
+    elif rest:
+        args.parser.error(f"{args.takes}, got {shown(rest[0])}")
+    if "model_flag" not in args:
+        return args
     if args.model_flag is not None:
         _take_model_flag(args)
     elif "prompt" in args and args.model is not None and not _is_model(args.model, args.command):
@@ -142,20 +143,16 @@ def _is_model(word: str, command: Command) -> bool:
     return False
 
 
-def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Command) -> None:
+def _add_command(commands: Subparsers, command: Command) -> None:
     name = command.__name__
     takes_prompts = name in ("generate", "explain")
     words = "[MODEL] [PROMPT ...]" if takes_prompts or name == "run" else "[MODEL]"
     words = "[MODEL ...]" if name == "serve" else words
-    parser = commands.add_parser(
-        name,
-        help=command.__doc__,
-        description=command.__doc__,
-        usage=f"nanovllm {name} {words} [flags]",
-    )
-    parser.set_defaults(command=command, parser=parser, url=None)
+    takes = "chat takes a MODEL, and run a question, too"
+    parser = add_command(commands, command, f"{words} [flags]", takes)
+    parser.set_defaults(url=None)
     several = (
-        " Several are served each by a process of its own: give them as MODEL, NAME=MODEL or "
+        " Several models run in a process each: give them as MODEL, NAME=MODEL or "
         "NAME,OTHER=MODEL, or a TOML file with a table for each."
     )
     parser.add_argument(
@@ -174,16 +171,10 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
     elif takes_prompts:
         _add_prompt_flags(parser)
     if name == "explain":
-        add_flags(parser.add_argument_group("explain"), ExplainOptions, but=(), defaults={})
+        add_flags(parser.add_argument_group("explain"), ExplainOptions)
     elif name == "generate":
         parser.add_argument(
             "--json", action="store_true", help="Print each output as a line of JSON."
-        )
-    if name in ("generate", "chat", "run"):
-        parser.add_argument(
-            "--narrate",
-            action="store_true",
-            help="Write a line to standard error for each step of the engine. (default: off)",
         )
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
@@ -202,12 +193,6 @@ def _add_command(commands: "argparse._SubParsersAction[Parser]", command: Comman
 def _add_serve_flags(parser: Parser) -> None:
     parser.set_defaults(max_logprobs=MAX_LOGPROBS)
     parser.takes_lists = True
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="A YAML file with flags as keys, such as max-model-len: 8192; model is the MODEL. "
-        "What the command line has too, the file does not change. (default: no such file)",
-    )
     add_server_flags(parser)
     add_router_flags(parser)
 
@@ -220,7 +205,7 @@ def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
         parser.add_argument(
             "--url",
             "--base-url",
-            help="Talk to the server at this URL; MODEL is then one of its models, or its first.",
+            help="Talk to the server at this URL, with its model MODEL, or its first one.",
         )
         parser.add_argument(
             "--api-key",
@@ -243,8 +228,8 @@ def _add_prompt_flags(parser: Parser) -> None:
         metavar="PROMPT",
         nargs="*",
         help=(
-            "Text to continue (default, and for -: the lines of standard input). The first word is "
-            "a PROMPT too, unless it is a path, has a slash as every hub id has, or ends in .gguf."
+            "Text to continue; without one, or with -, each line of standard input. The first word "
+            "is a MODEL only if it is a path, has a slash as hub ids do, or ends in .gguf."
         ),
     )
     parser.add_argument(

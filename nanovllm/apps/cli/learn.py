@@ -1,51 +1,34 @@
 """`nanovllm learn`: the course in the terminal."""
 
 import argparse
-from collections.abc import Set
-from pathlib import Path
 
-from nanovllm.apps.learn import progress
-from nanovllm.apps.learn.course import LESSONS, MINI, Lesson
-from nanovllm.apps.learn.grade import grade
+from nanovllm.apps.learn.course import LESSONS, MINI, Lesson, load_answered
 from nanovllm.apps.learn.show import show
 from nanovllm.errors import ConfigError
-from nanovllm.options.flags import Parser
+from nanovllm.options.flags import Subparsers, add_command
 from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import write
 
-NOT_SOLVED = 1
-"""The exit status where an exercise is not solved yet."""
-_ABOUT = "Learn how an inference engine works, in twelve lessons."
-_TAKES = "learn takes a LESSON, check LESSON [FILE], or solution LESSON"
+_TAKES = "learn takes a LESSON, or solution LESSON"
 _MORE = (
     "Without arguments it lists the lessons and what you have done. With a LESSON, a number, it "
     "shows the page, runs its script, asks a question and writes the exercise into the current "
-    "directory. check tests the exercise there, or in FILE. solution prints an answer."
+    "directory; running the exercise tests it. solution prints an answer."
 )
 
 
-def add_learn(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_learn(commands: Subparsers) -> None:
     """Add `learn` to the commands."""
-    parser = commands.add_parser(
-        "learn",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm learn [LESSON | check LESSON [FILE] | solution LESSON]",
-    )
-    parser.set_defaults(command=learn, parser=parser, takes=_TAKES)
+    words = "[LESSON | solution LESSON]"
+    parser = add_command(commands, learn, words, _TAKES, _MORE)
     parser.add_argument("words", metavar="LESSON", nargs="*", help=argparse.SUPPRESS)
 
 
 def learn(args: argparse.Namespace) -> int:
-    """List the lessons, show one, test an exercise or print a solution."""
+    """Learn how an inference engine works, in twelve lessons."""
     match args.words:
         case []:
             _write_list()
-        case ["check", number]:
-            return _check(_lesson(number), None)
-        case ["check", number, file]:
-            return _check(_lesson(number), file)
         case ["solution", number]:
             write(_lesson(number).solution.read_text(encoding="utf-8"))
         case [number]:
@@ -62,39 +45,16 @@ def _lesson(number: str) -> Lesson:
 
 
 def _write_list() -> None:
-    done = progress.load()
+    answered = load_answered()
     write("How an inference engine works. A lesson takes about twenty minutes.\n\n")
     for lesson in LESSONS:
-        solved, answered = (lesson.number in done[kind] for kind in ("solved", "answered"))
-        state = "solved" if solved else "question answered" if answered else ""
+        state = "question answered" if lesson.number in answered else ""
         write(f"{lesson.number:4}  {lesson.title:32}{state}".rstrip() + "\n")
-    write("\n")
-    _write_next(done["solved"])
-
-
-def _write_next(solved: Set[int]) -> None:
-    """Say which lesson comes next, or what comes after the last one."""
     for lesson in LESSONS:
-        if lesson.number not in solved:
-            write(f"Go on with: nanovllm learn {lesson.number}\n")
+        if lesson.number not in answered:
+            write(f"\nGo on with: nanovllm learn {lesson.number}\n")
             return
     write(
-        "You have solved all exercises. What you know now is an engine: read it in 150 lines,\n"
+        "\nYou have answered all questions. What you know now is an engine: read it in 150 lines,\n"
         f"{MINI.resolve()}\n"
     )
-
-
-def _check(lesson: Lesson, name: str | None) -> int:
-    """Test a file, by default the lesson's in this directory, and remember if it is solved."""
-    file = Path(name or lesson.exercise.name)
-    if not file.is_file():
-        raise ConfigError(
-            f"there is no file {shown(str(file))} here: nanovllm learn {lesson.number} writes it. "
-            "To check another file, give its name after the number"
-        )
-    if not grade(lesson, file):
-        return NOT_SOLVED
-    progress.remember("solved", lesson.number)
-    write(f"{file.name}: solved.\n")
-    _write_next(progress.load()["solved"])
-    return 0

@@ -16,36 +16,34 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import demo_model
 from nanovllm.apps.cli.arguments import EXPLAINED_TOKENS, parse
-from nanovllm.apps.cli.flag_groups import MAX_TOKENS, RECOMMENDED
-from nanovllm.apps.cli.repl import Chat, Settings
-from nanovllm.apps.cli.sources import (
+from nanovllm.apps.cli.repl import (
     AnswerPiece,
+    Chat,
     Message,
     Source,
     awaited,
     model_source,
-    narrated_source,
     pieces,
-    server_source,
 )
-from nanovllm.apps.explain.explain_options import ExplainOptions
+from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import RouterOptions, names_several
 from nanovllm.apps.server.server_options import model_name
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, fields_of, given_fields
+from nanovllm.options.flags import MAX_TOKENS, Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
 from nanovllm.options.validation import check_place
-from nanovllm.utils.line_input import joined_lines, typed_lines
 from nanovllm.utils.terminal import (
     OutputError,
     abandon,
     check_text,
     complain,
     is_interactive,
+    joined_lines,
     note,
     piped_lines,
     prepare_streams,
+    typed_lines,
     write,
     write_stream,
 )
@@ -96,17 +94,10 @@ def generate(args: argparse.Namespace) -> int:
     if not args.chat and tokenizer is not None and tokenizer.chat_template:
         note("nanovllm: continuing the text as it is; with --chat the model answers it")
     prompts = _rendered(llm, given) if args.chat else given
-    if len(prompts) == 1 and params.n == 1 and not (args.json or args.narrate):
+    if len(prompts) == 1 and params.n == 1 and not args.json:
         write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
-    narration: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if args.narrate:
-        from nanovllm.apps.explain.narrate import narrated
-
-        narration = narrated(llm.engine, complain)
-    with narration:
-        shows_progress = sys.stderr.isatty() and not args.narrate
-        outputs = llm.generate(prompts, params, use_tqdm=shows_progress)
+    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     escaped = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
     for text, output in zip(given, outputs, strict=True):
         for completion in output.outputs:
@@ -134,17 +125,12 @@ def chat(args: argparse.Namespace) -> int:
     if sys.stdin is None and not question:
         raise InvalidRequestError("standard input is closed, so there is nothing to answer")
     if args.url is not None:
-        source, name = _connect(args, options, flags)
-        first = flags
+        source = _connect(args, options, flags)
     else:
         llm, params = load(options, flags, is_named=args.names_model, is_chat=True)
         source = model_source(llm, params, args.chat_template_kwargs)
-        if args.narrate:
-            source = narrated_source(llm, source)
         source = _naming_flags(source, args.parser)
-        name = shown_model(options["model"])
-        first = {name: getattr(params, name) for name in dict.fromkeys((*RECOMMENDED, *flags))}
-    conversation = Chat(source, args.system, name, Settings(first))
+    conversation = Chat(source, args.system)
     if question:
         conversation.answer(check_text("the question", question))
     elif is_interactive():
@@ -178,8 +164,6 @@ def explain(args: argparse.Namespace) -> int:
     options, flags = _checked(args)
     if not Config(**options).runs_in_process:
         raise ConfigError("explain runs the model in this process: leave tensor_parallel_size at 1")
-    if chosen.xray:
-        options["enforce_eager"] = True
     if chosen.html is not None:
         check_place("html", chosen.html)
     given = _prompts(args)
@@ -220,12 +204,9 @@ def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, flags
 
 
-def _connect(
-    args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]
-) -> tuple[Source, str]:
-    """Return the answers of the server in --url and its model, after asking which it has."""
+def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str, Any]) -> Source:
+    """Return the answers of the server in --url, after asking which models it has."""
     engine = sorted(options.keys() - {"model", *fields_of(SamplingParams)})
-    engine += ["narrate"] * args.narrate
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
@@ -238,21 +219,21 @@ def _connect(
         card = server_client.model_card(server, args.model)
     model = card["id"]
     if is_interactive():
-        write(f"Talking to {model} at {server.name}\n")
+        write(f"Talking to {model} at {server.base_url}\n")
     match card:
         case {"chat_sampling": {**sampling}}:
             flags = {**{key: sampling[key] for key in CHAT_SAMPLING if key in sampling}, **flags}
     if args.chat_template_kwargs:
         flags = {**flags, "chat_template_kwargs": args.chat_template_kwargs}
-    return server_source(server, model, flags), f"{model} at {server.name}"
+    return server_client.server_source(server, model, flags)
 
 
 def _naming_flags(source: Source, parser: Parser) -> Source:
     """Return the same answers, with errors that name flags."""
 
-    def answer(messages: list[Message], changed: Mapping[str, Any]) -> Iterator[AnswerPiece]:
+    def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
         with parser.errors_in_flags():
-            yield from source(messages, changed)
+            yield from source(messages)
 
     return answer
 

@@ -8,49 +8,45 @@ import textwrap
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from nanovllm.options.flags import Parser
+from nanovllm.options.flags import Subparsers, add_command
 from nanovllm.utils.terminal import write
 
 _MIN_WIDTH = 80
-REFUSED = 1
+_REFUSED = 1
 """The exit status where the model is not supported."""
 
 
-def add_models(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_models(commands: Subparsers) -> None:
     """Add `models` to the commands."""
-    about = "List the supported architectures, or tell what a checkpoint's config.json asks for."
-    parser = commands.add_parser(
-        "models", help=about, description=about, usage="nanovllm models [MODEL] [--json]"
-    )
-    parser.set_defaults(command=models, parser=parser, takes="models takes one MODEL")
+    parser = add_command(commands, models, "[MODEL] [--json]", "models takes one MODEL")
     about = (
-        "A checkpoint directory, a GGUF file or a hub id. Reads its config.json and the headers of "
-        "its weights alone. (default: list the supported architectures)"
+        "A checkpoint directory, a GGUF file or a hub id. Reads only its config.json and the "
+        "headers of its weights. (default: list the supported architectures)"
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help=about)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def models(args: argparse.Namespace) -> int:
-    """List the supported architectures, or tell what a checkpoint's config.json asks for."""
+    """List the supported architectures, or report what a checkpoint is and needs."""
     from nanovllm.worker import model_report
 
     if args.model is None:
         rows = model_report.all_supported()
         lines = [(row["architecture"], f"{row['models']}: {row['layers']}") for row in rows]
-        print_result(rows if args.json else table(lines))
+        _print_result(rows if args.json else _table(lines))
         return 0
     found = model_report.report(args.model)
-    print_result(found if args.json else table(report_lines(found)))
-    return 0 if found["supported"] else REFUSED
+    _print_result(found if args.json else _table(_report_lines(found)))
+    return 0 if found["supported"] else _REFUSED
 
 
-def print_result(found: Any) -> None:
+def _print_result(found: Any) -> None:
     text = found if isinstance(found, str) else json.dumps(found, indent=2)
     write(text + "\n")
 
 
-def table(rows: Iterable[tuple[str, str]]) -> str:
+def _table(rows: Iterable[tuple[str, str]]) -> str:
     """Return two columns. At a terminal the second one is wrapped."""
     rows = list(rows)
     first = max(len(name) for name, _ in rows) + 2
@@ -62,16 +58,16 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def report_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _report_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the rows of a report: what it has, by name, and all layers of a kind in one row."""
     for key, value in found.items():
         name = key.replace("_", " ").removesuffix(" bytes")
         if key == "supported":
             yield name, "yes" if value else f"no: {found['error']}"
         elif key == "memory":
-            yield from report_lines(value)
+            yield from _report_lines(value)
         elif key.endswith("_bytes") and value:
-            yield name, size_text(value)
+            yield name, _size(value)
         elif key == "left_out":
             yield name, ", ".join(value) or "nothing"
         elif isinstance(value, list):
@@ -99,7 +95,7 @@ def _text(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def size_text(num_bytes: int) -> str:
+def _size(num_bytes: int) -> str:
     """Return bytes in the unit that leaves one to four digits before the point."""
     size = float(num_bytes)
     unit = "bytes"

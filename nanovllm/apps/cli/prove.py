@@ -5,14 +5,13 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm import demo_model
-from nanovllm.apps.cli.flag_groups import add_engine_flags
-from nanovllm.apps.prove.prove_options import ProveOptions
+from nanovllm.apps.prove import ProveOptions
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Parser, add_flags, add_other_flags, fields_of, given_fields
-from nanovllm.options.validation import writing
+from nanovllm.options.flags import Subparsers, add_command, add_own_and_engine_flags, given_fields
+from nanovllm.options.validation import check_place, writing
 from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
@@ -20,41 +19,32 @@ if TYPE_CHECKING:
 
 DIFFERS = 1
 """The exit status where an answer depends on how it was computed."""
-_ABOUT = "Check that a model's answers have the same bits however they are computed."
 _MORE = (
     "Tokens and log-probabilities of some requests, each alone, are compared with those in "
     "batches, in chunks, from a warm cache, after preemption, with drafts, and so on. The exit "
-    "status is 0 if all bits are equal, or 1; then a script shows the first difference."
+    "status is 0 if all bits are equal, or 1; then the first difference is shown."
 )
 
 
-def add_prove(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add_prove(commands: Subparsers) -> None:
     """Add `prove` to the commands."""
-    parser = commands.add_parser(
-        "prove",
-        help=_ABOUT,
-        description=_ABOUT,
-        epilog=_MORE,
-        usage="nanovllm prove [MODEL] [--full] [flags]",
-    )
-    parser.set_defaults(command=prove, parser=parser, takes="prove takes one MODEL")
+    words = "[MODEL] [--full] [flags]"
+    parser = add_command(commands, prove, words, "prove takes one MODEL", _MORE)
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         help="A checkpoint directory, a GGUF file or a hub id. (default: as for generate)",
     )
-    add_flags(parser.add_argument_group("prove"), ProveOptions, but=(), defaults={})
-    add_engine_flags(parser)
-    add_other_flags(parser, default=argparse.SUPPRESS)  # after the flags that they may name
-    parser.shorten_help(tuple(fields_of(ProveOptions)))
+    add_own_and_engine_flags(parser, {"prove": (ProveOptions, ())})
 
 
 def prove(args: argparse.Namespace) -> int:
     """Check that a model's answers have the same bits however they are computed."""
     options = ProveOptions(**given_fields(ProveOptions, args))
     engine_options = {k: v for k, v in given_fields(Config, args).items() if k != "model"}
-    options.check_places()
+    if options.output is not None:
+        check_place("output", options.output)
     model = args.model or demo_model.default_model()
     Config(model=model, **engine_options)
     from nanovllm.apps.prove.proof import Prover
@@ -65,7 +55,10 @@ def prove(args: argparse.Namespace) -> int:
     if proof.not_tried:
         write(f"not tried: {'; '.join(proof.not_tried)}\n")
     if options.output is not None:
-        save_results(options.output, {"command": sys.argv[1:], **dataclasses.asdict(proof)})
+        found = {"command": sys.argv[1:], **dataclasses.asdict(proof)}
+        with writing("output", options.output):
+            text = json.dumps(found, indent=1) + "\n"
+            Path(options.output).write_text(text, encoding="utf-8")
     if proof.holds:
         proof.check_shown()
         write(
@@ -73,9 +66,7 @@ def prove(args: argparse.Namespace) -> int:
             "same, bit for bit.\n"
         )
         return 0
-    if proof.reproduction is not None:
-        shown = "shows" if proof.is_shown else "did not show, when it was run,"
-        write(f"{proof.difference}\n{proof.reproduction} {shown} the first difference.\n")
+    write(f"the first difference: {proof.difference}\n")
     return DIFFERS
 
 
@@ -86,14 +77,3 @@ def _show(verdict: "Verdict") -> None:
         status = f"{verdict.num_different} of {verdict.num_answers} differ"
         status += f", {verdict.num_different_tokens} in tokens"
     write(f"{name:34}{status:32}{verdict.evidence:42}{verdict.seconds:6.1f} s\n")
-
-
-def save_results(path: str, found: dict[str, Any]) -> None:
-    """Write the results of a command as JSON into the file that its option `output` names.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    text = json.dumps(found, indent=1) + "\n"
-    with writing("output", path):
-        Path(path).write_text(text, encoding="utf-8")

@@ -8,88 +8,43 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanovllm.apps.cli.sources import AnswerPiece, Message, Source, awaited
 from nanovllm.errors import InvalidRequestError, ServerError
-from nanovllm.options.flags import fields_of
-from nanovllm.options.sampling_params import MAX_TOKENS, SamplingParams
+from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
-from nanovllm.utils.line_input import path_completions
+from nanovllm.outputs import RequestOutput
 from nanovllm.utils.terminal import (
     complain,
     is_interactive,
+    noted_interrupts,
+    path_completions,
+    spinner,
     write,
     write_stream,
 )
 
-_FIXED = (
-    *("n", "output_kind", "detokenize", "kept_token_ids", "marks_kept_tokens"),
-    *("logits_processors", "logprobs", "prompt_logprobs", "prompt_logprob_start"),
-)
-"""Parameters that a chat decides itself."""
-NAMES = tuple(name for name in fields_of(SamplingParams) if name not in _FIXED)
-"""The parameters that can be set."""
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 
-class Settings:
-    """Parameters that have been set, over those that the chat began with.
+class AnswerPiece(NamedTuple):
+    """A part of an answer."""
 
-    Args:
-        first: what it began with, as far as it is known.
-    """
-
-    def __init__(self, first: Mapping[str, Any]) -> None:
-        self._first = dict(first)
-        self.changed: dict[str, Any] = {}
-        """By name, the values that were set."""
-
-    def set(self, argument: str) -> str:
-        """Obey "NAME VALUE", or "NAME" for the first value; return the new state in words.
-
-        A value is JSON, or else text.
-
-        Raises:
-            InvalidRequestError: there is no such parameter, or it cannot have this value.
-        """
-        if not argument:
-            raise InvalidRequestError("/set needs a name and a value, such as /set temperature 0.5")
-        given, _, text = argument.partition(" ")
-        name = given.replace("-", "_")
-        if name not in NAMES:
-            raise InvalidRequestError(f"there is no parameter {shown(given)}{_hint(name)}")
-        if not text.strip():
-            self.changed.pop(name, None)
-            return f"{name} is {_text(self._first[name])}" if name in self._first else f"no {name}"
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = text.strip()
-        SamplingParams(**{"max_tokens": MAX_TOKENS, name: value})  # checks it
-        self.changed[name] = value
-        return f"{name} is {_text(value)}"
-
-    def shown(self) -> dict[str, str]:
-        """Return the parameters of the next answer, by name."""
-        return {name: _text(value) for name, value in {**self._first, **self.changed}.items()}
+    text: str
+    """It may be empty."""
+    num_tokens: int = 0
+    """How many tokens are new."""
 
 
-def _hint(name: str) -> str:
-    if name in _FIXED:
-        return " to set in a chat"
-    meant = did_you_mean(name, NAMES)
-    return meant if meant.startswith("; did") else "; /show lists some"
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
+Message = dict[str, str]
+Source = Callable[[list[Message]], Iterator[AnswerPiece]]
+"""Answers a conversation, piece by piece. It raises InvalidRequestError or ServerError, or
+KeyboardInterrupt at the first Ctrl-C, and ends the answer when the iterator is closed."""
 
 HELP = {
     "/help": "shows this list",
     "/system TEXT": "sets the system message; without TEXT there is none",
-    "/set NAME VALUE": "sets a sampling parameter; without VALUE it is as at the start",
-    "/show": "shows the model, the system message and the sampling parameters",
     "/regen": "answers the last message again",
     "/save FILE": "writes the conversation to a new file, as JSON",
     "/reset": "starts a new conversation; the system message stays",
@@ -106,23 +61,15 @@ _LEAST_SECONDS = 0.01
 
 
 class Chat:
-    """One conversation, with a system message if `system` is one.
+    """One conversation, with a system message if `system` is one."""
 
-    Args:
-        model: what /show calls the one that answers.
-    """
-
-    def __init__(self, source: Source, system: str | None, model: str, settings: Settings) -> None:
+    def __init__(self, source: Source, system: str | None) -> None:
         self._source = source
         self._system = system
-        self._model = model
-        self._settings = settings
         self._turns: list[Message] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._show_help,
             "/system": self._set_system,
-            "/set": lambda argument: _tell(f"({settings.set(argument)}.)"),
-            "/show": self._show,
             "/regen": self._answer_again,
             "/save": self._save,
             "/reset": self._reset,
@@ -144,14 +91,12 @@ class Chat:
                 complain(str(error))
 
     def completions(self, line: str) -> list[str]:
-        """Return what the last word of a line may become: a command, its parameter or its file."""
+        """Return what the last word of a line may become: a command, or the file of /save."""
         command, space, rest = line.partition(" ")
         if not space:
             names = [*self._commands, "/exit"] if line.startswith("/") else []
             return [name for name in names if name.startswith(line)]
-        if command == "/save":
-            return path_completions(rest)
-        return [name for name in NAMES if command == "/set" and name.startswith(rest)]
+        return path_completions(rest) if command == "/save" else []
 
     def _obey(self, name: str, argument: str = "") -> None:
         if argument and name in HELP:
@@ -159,6 +104,8 @@ class Chat:
         command = self._commands.get(name)
         if command is None:
             hint = did_you_mean(name, [*self._commands, "/exit"])
+            if name == "/set":
+                hint = ": flags at the start set parameters, such as --temperature 0.5"
             raise InvalidRequestError(f"there is no command {name:.80}{hint}")
         command(argument)
 
@@ -168,8 +115,7 @@ class Chat:
         messages = [*self._messages(), question]
         timer = _Timer()
         try:
-            answers = self._source(messages, self._settings.changed)
-            answer = write_stream(timer.timed(awaited(answers)))
+            answer = write_stream(timer.timed(awaited(self._source(messages))))
         except KeyboardInterrupt:
             _tell("(Stopped. The conversation goes on without this question.)")
             return
@@ -199,15 +145,6 @@ class Chat:
     def _show_help(self, _: str) -> None:
         write("".join(f"{name:<17}{meaning}\n" for name, meaning in HELP.items()))
 
-    def _show(self, _: str) -> None:
-        rows = {
-            "model": self._model,
-            "system message": self._system or "none",
-            "messages": f"{len(self._turns)}",
-            **self._settings.shown(),
-        }
-        write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
-
     def _set_system(self, text: str) -> None:
         self._system = text
         _tell("(The system message is set.)" if text else "(There is no system message now.)")
@@ -235,28 +172,26 @@ class _Timer:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._first = self._last = 0.0
-        self._num_tokens = self._num_first = 0
+        self._times: list[float] = []
+        self._counts: list[int] = []
 
     def timed(self, pieces: Iterator[AnswerPiece]) -> Iterator[str]:
         """Yield the texts of an answer, and note when its tokens come."""
         for piece in pieces:
-            self._last = time.monotonic()
-            if not self._first:
-                self._first = self._last
-                self._num_first = piece.num_tokens
-            self._num_tokens += piece.num_tokens
+            self._times.append(time.monotonic())
+            self._counts.append(piece.num_tokens)
             yield piece.text
 
     def speed(self) -> str:
         """Return tokens, seconds to the first text, and tokens a second after it."""
-        if not self._num_tokens:
+        number = sum(self._counts)
+        if not number:
             return ""
-        tokens = f"{self._num_tokens} token{'s' * (self._num_tokens != 1)}"
-        found = f"{tokens}, the first after {self._first - self._start:.1f} s"
+        first = self._times[0]
+        found = f"{number} token{'s' * (number != 1)}, the first after {first - self._start:.1f} s"
         # A server tells the number at the end only; one token at least came with the first text.
-        seconds = self._last - self._first
-        further = self._num_tokens - max(self._num_first, 1)
+        seconds = self._times[-1] - first
+        further = number - max(self._counts[0], 1)
         if further < 1 or seconds < _LEAST_SECONDS:
             return found
         return f"{found}, {further / seconds:.0f} tokens/s"
@@ -266,3 +201,44 @@ def _tell(message: str) -> None:
     """Say at a terminal what happened; a script reads only answers."""
     if is_interactive():
         write(f"{message}\n")
+
+
+def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]) -> Source:
+    """Return the answers of a model; `template` are arguments of the chat template."""
+
+    def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
+        prompt = llm.render(messages, add_generation_prompt=True, **template)
+        with noted_interrupts() as interrupted:
+            for piece in pieces(llm.stream(prompt, params)):
+                if interrupted():
+                    raise KeyboardInterrupt
+                yield piece
+
+    return answer
+
+
+def pieces(outputs: Iterator[RequestOutput]) -> Iterator[AnswerPiece]:
+    """Yield the pieces of a stream.
+
+    Raises:
+        InvalidRequestError: the model failed, such as with logits that are not numbers.
+    """
+    for output in outputs:
+        yield AnswerPiece(output.text, len(output.token_ids))
+        if output.finish_reason == "error":
+            reason = output.outputs[0].stop_reason
+            raise InvalidRequestError(f"the answer ended with an error: {reason}")
+
+
+def awaited(found: Iterator[AnswerPiece]) -> Iterator[AnswerPiece]:
+    """Yield pieces of an answer, with a spinner before the first text."""
+    waited = 0
+    first = AnswerPiece("")
+    with spinner():
+        for piece in found:
+            if piece.text:
+                first = piece
+                break
+            waited += piece.num_tokens
+    yield AnswerPiece(first.text, first.num_tokens + waited)
+    yield from found

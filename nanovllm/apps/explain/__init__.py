@@ -1,1 +1,26 @@
-"""`nanovllm explain` and `--narrate`: what the engine does, step by step. Stands on `LLM`."""
+"""`nanovllm explain`: what the engine does, step by step. Stands on `LLM`."""
+
+import dataclasses
+from typing import Annotated
+
+from nanovllm.errors import ConfigError
+from nanovllm.options.validation import check_fields, check_int, check_path, strict_keywords
+
+
+@strict_keywords(ConfigError)
+@dataclasses.dataclass(frozen=True)
+class ExplainOptions:
+    """What is shown of the steps, and where.
+
+    Raises:
+        ConfigError: a field is unknown, of the wrong type or out of range.
+    """
+
+    html: Annotated[str | None, check_path, "a file or None"] = None
+    """File for one page that shows the steps in a browser, without a network; an existing file is
+    overwritten. None is the terminal."""
+    num_top: Annotated[int, check_int, 1, 100] = 6
+    """Number of the likeliest tokens that are shown of a sample, before and after the rules."""
+
+    def __post_init__(self) -> None:
+        check_fields(ConfigError, self)

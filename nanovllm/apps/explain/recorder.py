@@ -2,18 +2,14 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from nanovllm.apps.explain.sampling import SamplingRecorder
 from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
 from nanovllm.core.messages import Row, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import Observer
 from nanovllm.engine.request import Request
 from nanovllm.scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from nanovllm.apps.explain.xray import Xray
 
 
 class Recorder(Observer):
@@ -22,22 +18,15 @@ class Recorder(Observer):
     Args:
         tell: is called with each step, in order.
         sampling: what watches the sampling of the same engine; None: rows have no `samples`.
-        xray: what watches its layers; None: steps have no `parts`.
 
     Attributes:
         sequences: those that have come, in order.
     """
 
-    def __init__(
-        self,
-        tell: Callable[[Step], object],
-        sampling: SamplingRecorder | None = None,
-        xray: "Xray | None" = None,
-    ) -> None:
+    def __init__(self, tell: Callable[[Step], object], sampling: SamplingRecorder) -> None:
         self.sequences: list[SequenceStory] = []
         self._tell = tell
         self._sampling = sampling
-        self._xray = xray
         self._unfinished: dict[int, tuple[int, Sequence]] = {}  # by id: number and sequence
         self._prompts: dict[int, int] = {}  # by id: tokens known at the last admission
         self._fresh: set[int] = set()  # admitted, and had no row since
@@ -96,13 +85,10 @@ class Recorder(Observer):
     def launched(self, schedule: Schedule) -> None:
         step, indices = self._launched[-1]
         step.seconds["launch"] = self._lap()
-        if self._sampling is not None:
-            samples, seconds = self._sampling.take()
-            for story, index in zip(step.rows, indices, strict=True):
-                story.samples = samples.get(schedule.rows[index].seq_id, [])
-            step.seconds["launch"] -= seconds
-        if self._xray is not None:
-            step.parts = self._xray.take()
+        samples, seconds = self._sampling.take()
+        for story, index in zip(step.rows, indices, strict=True):
+            story.samples = samples.get(schedule.rows[index].seq_id, [])
+        step.seconds["launch"] -= seconds
         self._mark = time.perf_counter()
 
     def waited(self, result: StepResult) -> None:

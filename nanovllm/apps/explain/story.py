@@ -67,7 +67,6 @@ class RowStory:
     output: list[int] = field(default_factory=list)
     """The tokens that it gave: accepted drafts, then the sampled one."""
     samples: list[Sample] = field(default_factory=list)
-    """Of `explain`; `--narrate` records none."""
 
 
 @dataclass(slots=True)
@@ -76,25 +75,6 @@ class Note:
 
     sequence: int
     text: str
-
-
-@dataclass(slots=True)
-class LayerPart:
-    """All calls of one part of the layers in a step: such as down_proj, in each layer."""
-
-    name: str
-    calls: int
-    inputs: str
-    """Shapes and dtypes of a call's input tensors."""
-    outputs: str
-    nbytes: int
-    """Of weights, KV, inputs and outputs: each read or written once."""
-    operations: int
-    """Of its products; a multiplication and an addition are two."""
-    seconds: float
-    share: float | None
-    """The least seconds that the machine needs for the bytes or for the operations, of `seconds`;
-    None: its rates were not measured, or the part only has other parts."""
 
 
 @dataclass(slots=True)
@@ -114,8 +94,6 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase: schedule, launch, wait and process. In one process on a CPU the step is computed in
     launch."""
-    parts: list[LayerPart] = field(default_factory=list)
-    """With --xray: the parts of the network."""
 
 
 @dataclass(slots=True)

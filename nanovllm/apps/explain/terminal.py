@@ -10,7 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from nanovllm.apps.explain.story import LayerPart, Note, RowStory, Sample, Step, Story
+from nanovllm.apps.explain.story import Note, RowStory, Sample, Step, Story
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.utils.terminal import write
 
@@ -57,8 +57,6 @@ class Terminal:
         parts += _notes("is preempted", step.preempted, "red")
         parts += _notes("has no row", step.waiting, "yellow")
         parts += _notes("ends", step.ended, "green")
-        if step.parts:
-            parts.append(_parts(step.parts))
         self._show(Group(*parts))
 
     def show_sequences(self, story: Story, tokenizer: TextTokenizer | None) -> None:
@@ -144,27 +142,6 @@ def _percent(probability: float) -> str:
 
 def _notes(what: str, notes: Iterable[Note], style: str) -> list[RenderableType]:
     return [Text(f"#{note.sequence} {what}: {note.text}", style) for note in notes]
-
-
-def _parts(parts: list[LayerPart]) -> Table:
-    """Return the table of --xray."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("part", "inputs", "outputs"):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "MB", "Mop", "ms", "share"):
-        table.add_column(name, justify="right")
-    for part in parts:
-        table.add_row(
-            part.name,
-            part.inputs,
-            part.outputs,
-            f"{part.calls}",
-            f"{part.nbytes / 1e6:.3f}",
-            f"{part.operations / 1e6:.2f}",
-            f"{1000 * part.seconds:.3f}",
-            "" if part.share is None else f"{part.share:.0%}",
-        )
-    return table
 
 
 def spans(numbers: list[int]) -> str:

@@ -1,14 +1,17 @@
-"""What `nanovllm lab` tries: a policy or an order of eviction, and how an engine gets it."""
+"""What `nanovllm lab check` tries: a policy or an eviction order, how an engine gets it, and the
+options of the check.
+"""
 
 import contextlib
+import dataclasses
 import importlib
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from nanovllm.errors import ConfigError
 from nanovllm.kv.eviction import EvictionOrder
-from nanovllm.options.plugins import check_plugin, load_class
-from nanovllm.scheduler.plugins import user_order, user_policy
+from nanovllm.options.plugins import check_plugin, load_class, make_guarded
+from nanovllm.options.validation import check_fields, check_int, strict_keywords
 from nanovllm.scheduler.policy import Policy
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
@@ -19,8 +22,26 @@ _BASES: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 
 
+@strict_keywords(ConfigError)
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """What `nanovllm lab check` requires, and how long it tries.
+
+    Raises:
+        ConfigError: a field is unknown, of the wrong type, or out of range.
+    """
+
+    fair: bool = False
+    """Require that users take turns, as they do by default."""
+    num_runs: Annotated[int, check_int, 1, 1_000_000] = 400
+    """Number of random runs, each of up to 40 calls."""
+
+    def __post_init__(self) -> None:
+        check_fields(ConfigError, self)
+
+
 class Plugin(NamedTuple):
-    """A class of the user's."""
+    """A user's class."""
 
     kind: str
     """POLICY or EVICTION."""
@@ -35,18 +56,17 @@ class Plugin(NamedTuple):
 
     @property
     def for_scheduler(self) -> dict[str, Any]:
-        """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.Engine`."""
+        """`make_policy` or `make_order` of `nanovllm.testing.fake_engine.FakeEngine`."""
         name = f'{self.kind}="{self.value}"'
-        if self.kind == POLICY:
-            return {"make_policy": partial(user_policy, name, self.made_by)}
-        return {"make_order": partial(user_order, name, self.made_by)}
+        made = partial(make_guarded, name, _BASES[self.kind][0], self.made_by)
+        return {"make_policy" if self.kind == POLICY else "make_order": made}
 
 
 def find_plugin(value: str) -> Plugin:
     """Return the plugin that "module:Class" names, as the engine's options do.
 
     Raises:
-        ConfigError: there is no such class, it is neither a policy nor an order of eviction, or it
+        ConfigError: there is no such class, it is neither a policy nor an eviction order, or it
             cannot be made.
     """
     value = check_plugin(ConfigError, "PLUGIN", value, "")

@@ -1,18 +1,25 @@
-"""The lessons of docs/course: their files, and what their pages say.
+"""The lessons of docs/course: their files, what their pages say, and which a learner has done.
 
 `docs` in this folder is a link to the repository's docs, and a copy of the course in an installed
 package. So the course has one source.
 """
 
 import ast
+import contextlib
 import dataclasses
+import json
+import os
 import re
 from functools import cached_property
 from pathlib import Path
 
+from nanovllm.utils.disk_cache import state_directory
+from nanovllm.utils.terminal import complain
+
 DOCS = Path(__file__).parent / "docs"
 MINI = DOCS / "mini.py"
 """The engine in one file, which is what the course leads to."""
+_PROGRESS = "learn.json"
 _OUTPUT = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _QUESTION = re.compile(
@@ -107,3 +114,35 @@ class Lesson:
 
 
 LESSONS = tuple(Lesson(folder) for folder in sorted((DOCS / "course").glob("[0-9][0-9]_*")))
+
+
+def load_answered() -> set[int]:
+    """Return the numbers of the lessons whose question was answered.
+
+    A file that cannot be read, or is damaged, counts as empty.
+    """
+    directory = state_directory()
+    if directory is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            found = json.loads((directory / _PROGRESS).read_text(encoding="utf-8"))
+            return {int(number) for number in found.get("answered", ())}
+    return set()
+
+
+def remember_answered(number: int) -> None:
+    """Note that the question of a lesson was answered."""
+    answered = load_answered()
+    if number in answered:
+        return
+    directory = state_directory()
+    if directory is None:
+        complain("nanovllm: progress is not kept: this user has no home directory")
+        return
+    text = json.dumps({"answered": sorted({*answered, number})}) + "\n"
+    new = directory / f"{_PROGRESS}.{os.getpid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new.write_text(text, encoding="utf-8")
+        new.replace(directory / _PROGRESS)  # whole or not at all
+    except OSError as error:
+        complain(f"nanovllm: progress is not kept in {directory}: {error.strerror}")

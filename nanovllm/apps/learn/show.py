@@ -1,13 +1,12 @@
 """Shows a lesson in the terminal, runs its script and asks its question."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from nanovllm.apps.learn import progress
-from nanovllm.apps.learn.course import Lesson
-from nanovllm.apps.learn.grade import environment
+from nanovllm.apps.learn.course import Lesson, remember_answered
 from nanovllm.errors import ConfigError
 from nanovllm.utils.terminal import is_dumb, is_interactive, read_text, spinner, write
 
@@ -61,10 +60,11 @@ def _write_markdown(text: str) -> None:
 def _run(lesson: Lesson) -> None:
     """Run the lesson's script, and say whether it printed what the page shows."""
     name = lesson.script.name
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]  # this nanovllm
     with spinner():
         done = subprocess.run(
             [sys.executable, str(lesson.script)],
-            env=environment(),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             capture_output=True,
             text=True,
             check=False,
@@ -91,7 +91,7 @@ def _ask(lesson: Lesson) -> None:
         if lesson.is_right(answer):
             break
         write("No. Try again.\n")
-    progress.remember("answered", lesson.number)
+    remember_answered(lesson.number)
     _write_markdown(f"Right, {lesson.answer}: {lesson.reason}")
 
 
@@ -102,7 +102,7 @@ def _hand_out(lesson: Lesson) -> None:
         ConfigError: it cannot be written.
     """
     target = Path(lesson.exercise.name)
-    test = f"nanovllm learn check {lesson.number}"
+    test = f"python {target}"
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(lesson.exercise.read_text(encoding="utf-8"))

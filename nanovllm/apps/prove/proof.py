@@ -3,20 +3,16 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 from nanovllm import __version__
-from nanovllm.apps.prove import reproduction
-from nanovllm.apps.prove.prove_options import ProveOptions
-from nanovllm.apps.prove.reproduction import Difference
+from nanovllm.apps.prove import ProveOptions
 from nanovllm.apps.prove.requests import Bits, make_workload
 from nanovllm.apps.prove.runner import WayAnswers, generate, run
 from nanovllm.apps.prove.ways import ALONE, Setting, Shape, Way, drafts_of, settings, ways
 from nanovllm.errors import CheckpointError, ConfigError, OutOfMemoryError
 from nanovllm.llm import LLM
 from nanovllm.options.lora_request import named_adapters
-from nanovllm.options.validation import writing
 
 SAME, DIFFERS, NOT_SHOWN = "same", "differs", "not shown"
 _LONGEST = 320
@@ -58,11 +54,8 @@ class Proof:
     digests: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """By setting: the digest of each request's tokens and log-probabilities alone."""
     not_tried: list[str] = dataclasses.field(default_factory=list)
-    reproduction: str | None = None
-    """File of the script that shows the first difference."""
-    is_shown: bool = False
-    """Whether the script showed the difference when it was run."""
     difference: str | None = None
+    """The first one, in words."""
 
     @property
     def num_same(self) -> int:
@@ -138,29 +131,24 @@ class Prover:
         self.proof = Proof(model, arithmetic=arithmetic)
 
     def prove(self) -> Proof:
-        """Try all ways; write the script for the first difference.
+        """Try all ways.
 
         Raises:
-            NanoVLLMError: the model does not run, or the script cannot be written.
+            NanoVLLMError: the model does not run, or none of its ways is to be tried.
         """
         found = settings(self._options, full=self._prove.full)
         self._prove.check_ways(_name(each, way) for each in found for way in self._ways(each))
-        first: Difference | None = None
         for setting in found:
-            for difference in self._try_setting(setting):
-                first = first or difference
+            self._try_setting(setting)
         self.proof.not_tried += [*_ELSEWHERE]
         if not self._adapters:
             self.proof.not_tried.append("LoRA: no adapter is given")
-        if first is not None:
-            self._reproduce(first)
         return self.proof
 
     def _ways(self, setting: Setting) -> Iterator[Way]:
         return ways(setting, self._shape, full=self._prove.full)
 
-    def _try_setting(self, setting: Setting) -> Iterator[Difference]:
-        """Yield the first difference of each way that has any."""
+    def _try_setting(self, setting: Setting) -> None:
         chosen = [w for w in self._ways(setting) if self._prove.chooses(_name(setting, w))]
         if not chosen:
             return
@@ -197,9 +185,9 @@ class Prover:
             self.proof.verdicts.append(verdict)
             self._on_verdict(verdict)
             for index, bits in found.answers:
-                if bits != alone[index]:
-                    yield Difference(setting, way, index, alone[index], bits)
-                    break
+                if bits != alone[index] and self.proof.difference is None:
+                    words = difference_of(alone[index], bits)
+                    self.proof.difference = f"{_name(setting, way)}: request {index}: {words}"
 
     def _alone(self, setting: Setting, chosen: Seq[Way]) -> dict[int, Bits]:
         """Return the bits of each request of some ways, alone, by its index. An engine serves one
@@ -217,23 +205,20 @@ class Prover:
                 llm.shutdown()
         return found
 
-    def _reproduce(self, difference: Difference) -> None:
-        """Write the script of a difference, and run it."""
-        setting, index = difference.setting, difference.request
-        given = self.requests, self._adapters
 
-        def differs(way: Way) -> bool:
-            found = run(self._model, setting.options, way, *given)
-            return any(i == index and bits != difference.alone for i, bits in found.answers)
-
-        way = reproduction.shrunk(difference, differs)
-        text = reproduction.script(self._model, difference, way, *given)
-        path = Path(self._prove.reproduction)
-        with writing("reproduction", path):
-            path.write_text(text, encoding="utf-8")
-        self.proof.reproduction = str(path)
-        self.proof.difference = f"{_name(setting, way)}: request {index}: {difference.words()}"
-        self.proof.is_shown = reproduction.shows(path)
+def difference_of(alone: Bits, found: Bits) -> str:
+    """Say where an answer begins to differ from that of the request alone."""
+    for position, (own, other) in enumerate(zip(alone.token_ids, found.token_ids, strict=False)):
+        if own != other:
+            return f"token {position} is {other}, alone {own}"
+    if len(alone.token_ids) != len(found.token_ids):
+        return f"the answer has {len(found.token_ids)} tokens, alone {len(alone.token_ids)}"
+    for name, what in (("logprobs", "token"), ("prompt_logprobs", "prompt token")):
+        values = zip(getattr(alone, name), getattr(found, name), strict=False)
+        for position, (theirs, others) in enumerate(values):
+            if theirs != others:
+                return f"{what} {position} has log-probabilities {others}, alone {theirs}"
+    return "the numbers of log-probabilities differ"
 
 
 def verdict_of(

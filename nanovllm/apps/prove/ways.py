@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from nanovllm import demo_model
 from nanovllm.apps.prove.requests import Workload
-from nanovllm.core.windows import pages_for
-from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.core.worker_info import WorkerInfo, pages_for
 from nanovllm.kv.groups.state import ROOM_TO_GROW
 
 ALONE: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}

@@ -1,4 +1,4 @@
-"""Which replica gets a request: that of its conversation, unless it has too much to do.
+"""Chooses the replica for a request: its conversation's, unless that one is overloaded.
 
 The conversation's key is read from the HTTP body. The key of its first turn is the key of all its
 turns, because only the beginning counts: what a later turn has in common with the first one is what
@@ -30,10 +30,10 @@ end."""
 def conversation_key(path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str:
     """Return a name for the request's conversation, "" if it has none.
 
-    Counts, the first that is given: the header X-Session-Id; the field `prompt_cache_key`; the
-    messages up to the first of the user; the first 256 characters or 64 tokens of a plain prompt.
-    A `cache_salt` and the `model` count with the last one, because prompts with different salts, or
-    of different adapters, share nothing.
+    The first of these that is given counts: the header X-Session-Id; the field `prompt_cache_key`;
+    the messages up to the first of the user; the first 256 characters or 64 tokens of a plain
+    prompt. A `cache_salt` and the `model` count with the last two, because prompts with different
+    salts, or of different adapters, share nothing.
 
     Args:
         path: of the URL; other paths than those that generate have no conversation.
@@ -98,8 +98,7 @@ def _digest(*parts: Any) -> str:
 
 
 MAX_IMBALANCE = 1.25
-"""A replica that has so many times the mean of all replicas' requests gets no more of them by
-affinity."""
+"""A replica with this many times the mean number of requests gets no more of them by affinity."""
 FREE_REQUESTS = 8
 """A replica with fewer requests is never too busy: a small batch costs each request little."""
 

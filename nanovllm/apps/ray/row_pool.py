@@ -20,8 +20,8 @@ from ray.exceptions import (
 )
 
 from nanovllm.apps.batch.batch_options import RowOptions
-from nanovllm.apps.batch.row_engine import DIED, RowEngine
-from nanovllm.apps.batch.rows import InputRow, failed_line
+from nanovllm.apps.batch.row_engine import RowEngine
+from nanovllm.apps.batch.rows import DIED, InputRow, failed_line
 from nanovllm.errors import ConfigError, EngineDeadError
 from nanovllm.options.validation import shown
 from nanovllm.parallel.ray_cluster import amounts, free_room, join_cluster
@@ -29,16 +29,16 @@ from nanovllm.parallel.ray_cluster import amounts, free_room, join_cluster
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS_ALONE = 2
-"""After so many deaths alone a row gets an error."""
+"""A row gets an error after this many deaths of a worker that had no other row."""
 _MAX_FRUITLESS_DEATHS = 12
-"""After so many deaths a worker, without a row that was done, the batch ends."""
+"""The batch ends after this many deaths per worker without a finished row."""
 _GONE = (RayActorError, ObjectLostError, OutOfMemoryError, WorkerCrashedError)
 """What a call raises if its actor, or the node with its result, is gone. Ray itself kills actors of
 a node without memory."""
 _OWN_OPTIONS = {"max_concurrency": 2**16, "max_restarts": 0}
 """Of an actor: it takes as many calls as it is given, and the pool replaces it."""
 _SILENT_SECONDS = 30.0
-"""How long no worker may have a place in the cluster before the log tells of it."""
+"""How long no worker may have a place in the cluster before the log says so."""
 _ROOM_SECONDS = 300.0
 """How long until the batch ends; an autoscaler takes minutes to add a machine."""
 
@@ -115,7 +115,7 @@ class RayPool:
         self._num_workers = num_workers
         self._starts_ray = not ray.is_initialized()
         join_cluster(num_workers, address, log_to_driver=False, logging_level=logging.WARNING)
-        self._actor_options = dict(actor_options or actor_resources(options, num_workers))
+        self._actor_options = dict(actor_options or _actor_resources(options, num_workers))
         self._actor_class = self._make_class()
         self._workers: set[_Worker] = set()
         self._starting: set[asyncio.Task[None]] = set()
@@ -161,7 +161,7 @@ class RayPool:
             finally:
                 worker.deaths[seen] -= 1
                 await self._tell()
-        return failed_line(self._options.form, row, DIED)
+        return failed_line(row, DIED)
 
     def close(self) -> None:
         """End the actors, and Ray if it was started here."""
@@ -273,12 +273,8 @@ class RayPool:
         self._add_worker()
 
 
-def actor_resources(options: RowOptions, num_workers: int | None = None) -> dict[str, Any]:
-    """Return the resources of an actor with one engine: its GPUs, or its CPUs if it has none.
-
-    Args:
-        num_workers: how many actors share the CPUs of the nodes; None is one CPU each.
-    """
+def _actor_resources(options: RowOptions, num_workers: int) -> dict[str, Any]:
+    """Return the resources of an actor with one engine: its GPUs, or a share of the CPUs."""
     given = options.engine_options
     on_cpu = given.get("device") == "cpu" or not ray.cluster_resources().get("GPU")
     if given.get("distributed_executor_backend") == "ray":  # its ranks are actors, too
@@ -286,11 +282,11 @@ def actor_resources(options: RowOptions, num_workers: int | None = None) -> dict
     if not on_cpu:
         return {"num_cpus": 1, "num_gpus": given.get("tensor_parallel_size", 1)}
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return {"num_cpus": _share(nodes, num_workers) if num_workers else 1}
+    return {"num_cpus": _share(nodes, num_workers)}
 
 
 def _share(nodes: list[int], num_workers: int) -> int:
-    """Return with how many CPUs each so many workers fit on nodes with these CPUs; 1 at least."""
+    """Return the most CPUs per worker with which all workers fit on these nodes; at least 1."""
     shares = range(max(nodes, default=1), 1, -1)
     return next((n for n in shares if sum(cpus // n for cpus in nodes) >= num_workers), 1)
 

@@ -23,8 +23,6 @@ from nanovllm.options.validation import check_int, check_names, did_you_mean, sh
 
 _NOT_HERE = {
     "lora_directory": "a client reaches one replica, and all must have its adapter: lora_modules",
-    "max_stored_responses": "a client reaches one replica, which does not have the responses of "
-    "the others: send the whole conversation in input",
     "name": "the name is the application's: name of serve.run, or in its YAML",
     "route_prefix": "the path is the application's: route_prefix of serve.run, or in its YAML",
     "port": "the port is Ray Serve's: http_options, or serve.start",
@@ -37,7 +35,7 @@ _OF_SERVE = inspect.signature(serve.deployment).parameters.keys() - {
 }
 """Options of Ray Serve that the replicas may be given."""
 _TARGET_REQUESTS = 32
-"""Of a replica, which autoscaling aims at: more of them make each answer slower on most devices."""
+"""Requests per replica that autoscaling aims for; more slow down each answer on most devices."""
 _MOST_REPLICAS = 100
 """With num_replicas="auto", as Ray Serve's own."""
 _START_ATTEMPTS = 3
@@ -132,7 +130,7 @@ def _split(options: dict[str, Any]) -> _Given:
     def part(names: Collection[str]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if name in names}
 
-    given = {**part(of_server), "max_stored_responses": 0}
+    given = part(of_server)
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())
     return _Given(
         ServerOptions(**given), part(options.keys() - of_server - _OF_SERVE), part(_OF_SERVE)

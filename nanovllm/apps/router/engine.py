@@ -62,12 +62,10 @@ class EngineProcess:
         if api_keys:
             self.client.headers["Authorization"] = f"Bearer {api_keys[0]}"
         self.is_stopping = False
-        """Whether we end the process, if it ends."""
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process."""
         environment = {**os.environ}
         environment.pop(API_KEY_VARIABLE, None)  # a key may have a comma
         self._process = await asyncio.create_subprocess_exec(
@@ -85,37 +83,21 @@ class EngineProcess:
         self._process.stdin.close()
 
     @property
-    def pid(self) -> int:
-        """The process's id."""
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
     async def wait_until_ready(self) -> None:
-        """Return when the model is loaded.
-
-        Raises:
-            ServerError: the process ended, with the reason from its log.
-        """
+        """Return when the model is loaded; raise ServerError if the process ends."""
         while True:
             if not self.is_alive:
-                raise ServerError(await self.reason())
+                raise ServerError(await self.ended())
             with contextlib.suppress(httpx.TransportError):
                 if (await self.client.get("/ready")).status_code == 200:
                     return
             await asyncio.sleep(_POLL_SECONDS)
 
     async def ended(self) -> str:
-        """Return, when the process has ended, why."""
-        assert self._process is not None
-        await self._process.wait()
-        return await self.reason()
-
-    async def reason(self) -> str:
-        """Return why the process ended: the error in its log, or the signal."""
+        """Return, when the process has ended, why: the error in its log, or the signal."""
         assert self._process is not None
         assert self._reading is not None
         status = await self._process.wait()

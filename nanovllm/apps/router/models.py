@@ -15,8 +15,8 @@ from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.router_options import ModelSpec, RouterOptions
 from nanovllm.apps.server.admission import AdmissionControl, shutting_down
 from nanovllm.apps.server.error_bodies import APIError
-from nanovllm.apps.server.log_setup import Log
-from nanovllm.apps.server.models_route import may_chat
+from nanovllm.apps.server.info_route import may_chat
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.server_options import ServerOptions
 from nanovllm.options.validation import listed, shown
 from nanovllm.utils.terminal import complain
@@ -43,11 +43,9 @@ class Model:
         self.cards: list[dict[str, Any]] = []
         """What its engine lists at /v1/models; kept while it is not loaded."""
         self.has_room = False
-        """Whether its share of memory is taken."""
         self.is_leaving = False
         """Whether it goes when its requests have ended; new ones wait until it is back."""
         self.num_requests = 0
-        """Requests that use the engine."""
         self.waiters: dict[asyncio.Future[EngineProcess], None] = {}
         """Requests that wait for the engine, the oldest first."""
         self.idle = asyncio.Event()
@@ -116,11 +114,7 @@ class Models:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def find(self, name: str | None) -> Model:
-        """Return the model that a request names; None or "" is the first.
-
-        Raises:
-            APIError: status 404: there is no such model.
-        """
+        """Return the named model, or the first without a name; raise APIError if it is unknown."""
         if not name:
             return self.all[0]
         if (model := self.by_name.get(name)) is not None:
@@ -135,11 +129,7 @@ class Models:
         )
 
     def answering(self, name: str | None = None) -> list[Model]:
-        """Return the models whose engines can be asked now, at most the named one; load none.
-
-        Raises:
-            APIError: status 404: there is no such model.
-        """
+        """Return the running models, or only the named one if it runs; never load one."""
         named = [self.find(name)] if name else self.all
         return [each for each in named if each.is_alive and each.state in ("loaded", "sleeping")]
 

@@ -9,13 +9,12 @@ from urllib.parse import parse_qs
 
 import httpx
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.router.models import Models
-from nanovllm.apps.server.admission import AnswerBudget, BodyBudget
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, Guard
 from nanovllm.apps.server.error_bodies import APIError, route_path
-from nanovllm.apps.server.generation import Guard
 from nanovllm.apps.server.json_route import check_content_type, parse
 from nanovllm.apps.server.request_log import record_of
 from nanovllm.apps.server.sse import error_frames
@@ -28,9 +27,8 @@ _OF_CONNECTION = frozenset(
     }
 )
 """Headers that are not passed on: RFC 9110, section 7.6.1."""
-_OF_LOG = frozenset({b"x-request-id", b"traceparent"})
-_OF_REQUEST = _OF_CONNECTION | _OF_LOG | {b"host", b"content-length", b"expect"}
-_OF_ANSWER = _OF_CONNECTION | _OF_LOG | {b"date", b"request-id"}
+_OF_REQUEST = _OF_CONNECTION | {b"host", b"content-length", b"expect", b"x-request-id"}
+_OF_ANSWER = _OF_CONNECTION | {b"date", b"request-id", b"x-request-id"}
 """The server that sends it adds its own."""
 
 
@@ -55,8 +53,9 @@ class Proxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
             counted = held.enter_context(self._bodies.reading(receive))
-            body = await _read(counted)
-            if body is None:
+            try:
+                body = await Request(scope, counted).body()
+            except ClientDisconnect:
                 return
             name = await self._name(scope, body)
             guard = Guard()
@@ -77,11 +76,7 @@ class Proxy:
             await answer.end()
 
     async def _name(self, scope: Scope, body: bytes) -> str | None:
-        """Return the model that a request names.
-
-        Raises:
-            APIError: status 400 or 415, the body is not JSON.
-        """
+        """Return the model that a request names; raise APIError if the body is not JSON."""
         if self._has_json:
             check_content_type(Headers(scope=scope))
             is_large = len(body) > _LARGE_BYTES
@@ -136,11 +131,7 @@ class _Answer:
         self._sender: asyncio.Task[None] | None = None
 
     async def pass_on(self, client: httpx.AsyncClient, request: httpx.Request) -> None:
-        """Send a request to the engine, and the client what comes back, piece by piece.
-
-        Raises:
-            httpx.HTTPError: the engine has died.
-        """
+        """Send a request to the engine, and the client what comes back, piece by piece."""
         response = await client.send(request, stream=True)
         async with contextlib.aclosing(response):
             headers = _passed(response.headers.raw, _OF_ANSWER)
@@ -180,11 +171,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def break_off(self, error: APIError) -> None:
-        """Tell the client of an error.
-
-        An answer that has begun and is no stream stays without its end, and its connection is
-        closed.
-        """
+        """Report an error to the client; an answer that has begun and is no stream is cut off."""
         if not self._has_started:
             raise error
         if self._is_stream:
@@ -219,8 +206,6 @@ def for_engine(scope: Scope, body: bytes) -> httpx.Request:
     headers = _passed(scope["headers"], _OF_REQUEST)
     if (record := record_of(scope)) is not None:  # then both logs have one id
         headers.append((b"x-request-id", record.request_id.encode()))
-        if record.traceparent is not None:
-            headers.append((b"traceparent", record.traceparent.encode()))
     return httpx.Request(
         scope["method"],
         "http://localhost",
@@ -228,15 +213,3 @@ def for_engine(scope: Scope, body: bytes) -> httpx.Request:
         content=body,
         extensions={"target": target},
     )
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """Return the whole body of a request; None if its client has gone."""
-    pieces = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        pieces.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(pieces)

@@ -28,16 +28,8 @@ from nanovllm.options.validation import (
 
 ENGINE_FIELDS = (
     *("lora_modules", "lora_directory", "max_waiting", "min_priority", "max_body_bytes"),
-    *(
-        "max_stored_responses",
-        "max_stored_bytes",
-        "request_timeout",
-        "chat_template",
-        "default_chat_template_kwargs",
-        "tool_call_parser",
-        "reasoning_parser",
-    ),
-    *("log_level", "log_format"),
+    *("request_timeout", "chat_template", "default_chat_template_kwargs"),
+    *("tool_call_parser", "reasoning_parser", "log_level", "log_format"),
 )
 """The fields of ServerOptions that each model's engine has, and that its table may name."""
 _OF_ENGINES = (*ENGINE_FIELDS, "read_timeout", "root_path", "max_connections")
@@ -92,9 +84,7 @@ class ModelSpec:
     names: tuple[str, ...]
     """Its name, then its other names."""
     model: str
-    """What the engine loads."""
     engine: Mapping[str, Any]
-    """The fields of Config that were given."""
     server: Mapping[str, Any]
     """Those of ServerOptions that were given, as far as they are an engine's."""
     share: float
@@ -120,9 +110,8 @@ class ModelSpec:
 
 
 def add_router_flags(parser: Parser) -> None:
-    """Add a flag for each field of RouterOptions."""
     group = parser.add_argument_group("several models")
-    add_flags(group, RouterOptions, but=(), defaults={})
+    add_flags(group, RouterOptions)
 
 
 def names_several(words: Seq[str]) -> bool:

@@ -1,18 +1,40 @@
-"""`nanovllm serve` with several models: runs the router until a signal comes."""
+"""`nanovllm serve` with several models: the app, with the routes of the engines and what belongs to
+all of them, and the server, which runs until a signal comes.
+"""
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nanovllm.apps.router.app import make_app
-from nanovllm.apps.router.models import Models
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric as Family,
+)
+from starlette.routing import Route
+
+from nanovllm import __version__
+from nanovllm.apps.router.models import Model, Models
+from nanovllm.apps.router.proxy import Proxy
 from nanovllm.apps.router.router_options import RouterOptions, read_models
-from nanovllm.apps.server.log_setup import Log
+from nanovllm.apps.server import control_route, pages, responses_route
+from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, shutting_down
+from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
+from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.json_route import JSONRoute
+from nanovllm.apps.server.prometheus import filled, http_requests, merge
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.serve import (
     FLUSH_SECONDS,
     OTHER_FILES,
@@ -26,6 +48,11 @@ from nanovllm.apps.server.server_options import ServerOptions, keys_of_environme
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
 
+_ASK_SECONDS = 5.0
+"""An engine that does not answer in time is left out where all are asked."""
+_WAITING = "Requests that wait for a model."
+_LOAD = "Seconds of the last load."
+_BACKLOG_BYTES = 256 * 2**20
 _MAX_PLACE = 80
 """Characters of a directory of sockets: their paths have 107 at most."""
 
@@ -85,3 +112,134 @@ class RouterServer(DrainingServer):
         """Stop listening, close the connections, and end the engines."""
         await super().shutdown(sockets)
         await self._models.shut_down()
+
+
+def make_app(models: Models, options: ServerOptions) -> FastAPI:
+    routers = [*ROUTERS]
+    if any(model.spec.engine.get("profile_dir") for model in models.all):
+        routers.append(control_route.profile_router)
+    own_routers = [pages.router, responses_route.stored_router]
+    app = app_of(own_routers, options)
+    schema = app_of(routers, options)
+    app.openapi = schema.openapi  # type: ignore[method-assign]  # what the engines answer
+    answered: Counter[tuple[str, int]] = Counter()
+    _add_own_routes(app, models, answered)
+    own = {route.path for route in routes_of([app.router, *own_routers])}
+    bodies, backlog = BodyBudget(options.max_body_bytes), AnswerBudget(_BACKLOG_BYTES)
+    passed = [r for r in routes_of(routers) if r.path not in own]
+    for route in passed:
+        has_json = isinstance(route, JSONRoute) and "POST" in (route.methods or ())
+        proxy = Proxy(models, bodies, backlog, has_json=has_json)
+        app.router.routes.append(Route(route.path, proxy, methods=route.methods))
+    paths = [*own, *(route.path for route in passed)]
+    stand_guard(app, options, paths, answered)
+    return app
+
+
+def _add_own_routes(app: FastAPI, models: Models, answered: Counter[tuple[str, int]]) -> None:
+    start_time = int(time.time())
+
+    @app.head("/health")
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.head("/ready")
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        if models.admission.is_draining:
+            raise shutting_down()
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        cards = [card for model in models.all for card in _cards(model, start_time)]
+        return {"object": "list", "data": cards}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        model = models.find(name)
+        found = _cards(model, start_time)
+        return next((card for card in found if card["id"] == name), found[0])
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = await _metrics(models, answered)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+
+        @app.post(path)
+        async def refuse(request: Request) -> None:
+            raise APIError(
+                501,
+                "a server of several models has the adapters that it starts with: give them as "
+                "lora_modules in the model's table",
+                code="not_supported",
+            )
+
+
+def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
+    """Return what /v1/models says of a model: a card for each of its names."""
+    known = {card["id"]: card for card in model.cards}
+    state: dict[str, Any] = {
+        "state": model.state,
+        "requests": model.num_requests + len(model.waiters),
+        "memory_share": round(model.spec.share, 4),
+    }
+    if model.state == "unloaded" and model.failure is not None:
+        state["error"] = model.failure
+    adapters = model.spec.adapters
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": start_time,
+            "owned_by": "nanovllm",
+            "root": model.spec.model,
+            "parent": model.name if name in adapters else None,
+            "max_model_len": None,
+            "chats": model.chats,
+            **known.get(name, {}),
+            **state,
+        }
+        for name in (*model.spec.names, *adapters)
+    ]
+
+
+async def _metrics(models: Models, answered: Counter[tuple[str, int]]) -> bytes:
+    """Return the metrics of all engines with a label `model`, and the router's own."""
+    running = models.answering()
+    texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
+    names = (model.name for model in running)
+    return merge(dict(zip(names, texts, strict=True)), "model", _own(models, answered))
+
+
+async def _asked(model: Model, path: str) -> str:
+    """Return what a running engine answers; "" if it does not in time."""
+    assert model.engine is not None
+    with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        async with asyncio.timeout(_ASK_SECONDS):
+            return (await model.engine.client.get(path)).text
+    return ""
+
+
+def _own(models: Models, answered: Counter[tuple[str, int]]) -> Iterator[Family]:
+    """Yield the router's metrics: its models' states, loads and deaths, and what no engine saw."""
+    families: tuple[tuple[type, str, str, Callable[[Model], float]], ...] = (
+        (GaugeMetricFamily, "model_requests_waiting", _WAITING, lambda model: len(model.waiters)),
+        (CounterMetricFamily, "model_loads", "Times loaded.", lambda model: model.num_loads),
+        (CounterMetricFamily, "model_deaths", "Engines that died.", lambda model: model.num_deaths),
+        (GaugeMetricFamily, "model_load_seconds", _LOAD, lambda model: model.load_seconds),
+    )
+    for kind, name, text, value in families:
+        counts = {(model.name,): value(model) for model in models.all}
+        yield filled(kind, f"nanovllm:{name}", text, counts, {}, "model")
+    states = {(model.name, model.state): 1.0 for model in models.all}
+    text = "1 for the state of each model."
+    yield filled(GaugeMetricFamily, "nanovllm:model_state", text, states, {}, "model", "state")
+    yield http_requests(answered, {"model": ""})

@@ -3,6 +3,7 @@ loaded while it runs.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence as Seq
 from contextlib import contextmanager
@@ -51,10 +52,8 @@ class Adapters:
                 find(adapter)
             except InvalidRequestError as error:
                 raise ConfigError(f"lora_modules: {error}") from error
-        self._last_id = len(self.by_name)
-        self._free_ids: list[int] = []
-        self._gone_ids: set[int] = set()  # of no name any more, but requests have them
-        self._num_requests: Counter[int] = Counter()  # by id; none is 0
+        # How often each id is in use: by its name, and by requests that have the adapter.
+        self._num_uses = Counter(adapter.lora_int_id for adapter in self.by_name.values())
 
     async def load(self, name: str, path: str, run: Run, *, in_place: bool) -> None:
         """Let requests name an adapter; those that were admitted keep what they named.
@@ -69,27 +68,23 @@ class Adapters:
         """
         directory = self._below_home(path)
         self._check_name(name, in_place=in_place)
-        number = self._free_ids.pop() if self._free_ids else self._last_id + 1
-        self._last_id = max(self._last_id, number)
+        number = next(number for number in itertools.count(1) if not self._num_uses[number])
+        self._num_uses[number] += 1
         try:
             # In place, because another adapter may have had the id.
             adapter = LoRARequest(name, number, str(directory), load_inplace=True)
             await run(self._find, adapter)
             self._check_name(name, in_place=in_place)  # somebody else may have loaded it
         except BaseException:
-            self._free_ids.append(number)
+            self._num_uses[number] -= 1
             raise
         old = self.by_name.get(name)
         self.by_name = {**self.by_name, name: dataclasses.replace(adapter, load_inplace=False)}
         if old is not None:
-            self._forget(old)
+            self._num_uses[old.lora_int_id] -= 1
 
     def unload(self, name: str) -> None:
-        """Let no request name an adapter any more; those that were admitted keep it.
-
-        Raises:
-            APIError: status 403, none may be unloaded; status 404, there is no such adapter.
-        """
+        """Let no request name an adapter any more; those that were admitted keep it."""
         self._check_allowed()
         found = self.by_name.get(name)
         if found is None:
@@ -97,31 +92,17 @@ class Adapters:
                 404, f"the lora adapter {shown(name)} cannot be found", param="lora_name"
             )
         self.by_name = {key: value for key, value in self.by_name.items() if key != name}
-        self._forget(found)
+        self._num_uses[found.lora_int_id] -= 1
 
     @contextmanager
     def used(self, adapter: LoRARequest | None) -> Iterator[None]:
         """Keep the id of a request's adapter for this block."""
-        if adapter is None:
-            yield
-            return
-        self._num_requests[adapter.lora_int_id] += 1
+        number = 0 if adapter is None else adapter.lora_int_id
+        self._num_uses[number] += 1
         try:
             yield
         finally:
-            self._num_requests[adapter.lora_int_id] -= 1
-            self._free_unused(adapter.lora_int_id)
-
-    def _forget(self, adapter: LoRARequest) -> None:
-        self._gone_ids.add(adapter.lora_int_id)
-        self._free_unused(adapter.lora_int_id)
-
-    def _free_unused(self, number: int) -> None:
-        if not self._num_requests[number]:
-            del self._num_requests[number]
-            if number in self._gone_ids:
-                self._gone_ids.remove(number)
-                self._free_ids.append(number)
+            self._num_uses[number] -= 1
 
     def _check_name(self, name: str, *, in_place: bool) -> None:
         if name in self._base_names:

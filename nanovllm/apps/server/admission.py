@@ -2,12 +2,14 @@
 bodies, and refuses what is too much.
 """
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from nanovllm.apps.server.error_bodies import APIError
@@ -20,8 +22,12 @@ MANY_BODIES = 64
 """At most this many of the largest bodies are in memory, and as many bytes of answers."""
 
 
-class Admitted:
-    """A request, which can be ended early, and what it holds in the server."""
+class Guard:
+    """An HTTP request, which ends when its client leaves or its time is over, and what it holds.
+
+    The tasks of the request wait for the engine within `with guard`. There, and only there, they
+    are interrupted; they raise the error that says why.
+    """
 
     user: str | None = None
     num_active = 0
@@ -29,13 +35,53 @@ class Admitted:
     num_unread = 0
     """Sequences that the engine has ended, whose client has not read all."""
 
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._waiting: set[asyncio.Task[object]] = set()
+        self._error: APIError | None = None
+        self._is_cut = False
+
     def end(self, error: APIError) -> None:
-        """End the request; its client gets the error."""
-        raise NotImplementedError
+        """Make every task of the request raise `error`; the first error counts."""
+        if self._error is None:
+            self._error = error
+            for task in self._waiting:
+                task.cancel()
 
     def cut(self) -> None:
-        """End the request although its client has not read its answer."""
-        raise NotImplementedError
+        """End the task that sends the answer; the client, which reads slowly, gets no more."""
+        assert self._task is not None
+        self._is_cut = True
+        self._task.cancel()
+
+    def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Whether an exception is the end of a request that was cut: it needs no report."""
+        if not self._is_cut or kind is not asyncio.CancelledError:
+            return False
+        assert self._task is not None
+        self._task.uncancel()
+        return True
+
+    async def watch(self, request: Request) -> None:
+        """Wait until the client is gone, then end the request."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.end(APIError(499, "the client has closed the connection"))
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.discard(task)
+        if self._error is not None and kind is asyncio.CancelledError:
+            task.uncancel()
+            raise self._error from None
 
 
 class AdmissionControl:
@@ -59,10 +105,9 @@ class AdmissionControl:
         self._held: Counter[str] = Counter()  # active sequences of each user
         self._num_running = num_running
         self._read_seconds = read_seconds
-        self._requests: set[Admitted] = set()
-        self._unread: dict[Admitted, float] = {}  # since when answers are unread, the oldest first
+        self._requests: set[Guard] = set()
+        self._unread: dict[Guard, float] = {}  # since when answers are unread, the oldest first
         self.num_active = 0
-        """How many sequences wait or run."""
         self._num_unread = 0
         self._ended: deque[tuple[float, int]] = deque()  # time and sequences of recent ends
         self.is_draining = False
@@ -78,9 +123,7 @@ class AdmissionControl:
         return max(0, self.num_active - self._num_running())
 
     @contextmanager
-    def admit(
-        self, request: Admitted, num_sequences: int, user: str | None = None
-    ) -> Iterator[None]:
+    def admit(self, request: Guard, num_sequences: int, user: str | None = None) -> Iterator[None]:
         """Count a request's sequences: as active until `engine_ended`, then as unread.
 
         Args:
@@ -105,7 +148,7 @@ class AdmissionControl:
             self._num_unread -= request.num_unread
             self._unread.pop(request, None)
 
-    def engine_ended(self, request: Admitted, num_sequences: int) -> None:
+    def engine_ended(self, request: Guard, num_sequences: int) -> None:
         """Give back the places of sequences that the engine has ended."""
         if request not in self._requests:  # the client went away first
             return
@@ -115,7 +158,7 @@ class AdmissionControl:
         self._num_unread += num_sequences
         self._cut_unread()
 
-    def _add_active(self, request: Admitted, num_sequences: int) -> None:
+    def _add_active(self, request: Guard, num_sequences: int) -> None:
         request.num_active += num_sequences
         self.num_active += num_sequences
         if request.user is not None:
@@ -123,7 +166,7 @@ class AdmissionControl:
             if not self._held[request.user]:
                 del self._held[request.user]
 
-    def _free(self, request: Admitted, num_sequences: int) -> None:
+    def _free(self, request: Guard, num_sequences: int) -> None:
         if num_sequences:
             self._add_active(request, -num_sequences)
             self._ended.append((time.monotonic(), num_sequences))
@@ -204,11 +247,7 @@ class BodyBudget:
 
     @contextmanager
     def reading(self, receive: Receive) -> Iterator[Receive]:
-        """Count a body that is read by the `receive` of this block, until the block ends: when
-        the answer has been sent.
-
-        The new `receive` raises APIError, status 503, when there is no room.
-        """
+        """Yield a `receive` whose bytes count until the block ends: the answer has been sent."""
         size = held = 0
 
         async def counted() -> Message:
@@ -235,11 +274,9 @@ class BodyBudget:
 
 
 class AnswerBudget:
-    """Bounds the bytes of answers that wait for their clients to read. An answer is known by what
-    cuts it off.
+    """Bounds the bytes of answers waiting for their clients; a lone answer may have more.
 
-    Args:
-        max_bytes: all answers together have as many at most, but for one that is alone.
+    An answer is known by what cuts it off.
     """
 
     def __init__(self, max_bytes: int) -> None:

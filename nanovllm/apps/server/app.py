@@ -1,6 +1,7 @@
 """The app: routes, error handlers and middleware put together."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -13,13 +14,11 @@ from nanovllm.apps.server import (
     completions_route as completions,
     control_route as control,
     generate_route as generate,
+    info_route as info,
     messages_route as messages,
-    models_route as models,
     pages,
     pooling_route as pooling,
-    prometheus as metrics,
     responses_route as responses,
-    status,
     tokens,
 )
 from nanovllm.apps.server.error_bodies import Error, add_error_handlers
@@ -31,12 +30,10 @@ from nanovllm.async_llm import AsyncLLM
 
 _ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
 
-ROUTERS = tuple(
-    module.router
-    for module in (
-        *(chat, completions, generate, responses, messages, pooling),
-        *(models, tokens, metrics, status, pages),
-    )
+ROUTERS = (
+    *(chat.router, completions.router, generate.router, responses.router, messages.router),
+    *(pooling.router, tokens.router, control.adapter_router, info.router, pages.router),
+    responses.stored_router,
 )
 
 
@@ -48,7 +45,7 @@ class _App(FastAPI):
 
 
 def app_of(routers: Iterable[APIRouter], options: ServerOptions) -> FastAPI:
-    """Return an app with these routes and their schema, as it is told which path it has."""
+    """Return an app with these routes and their schema."""
     # The pages at /docs load scripts from elsewhere, so there are none.
     app = _App(
         title="nanovllm",
@@ -72,21 +69,19 @@ def stand_guard(
     app: FastAPI,
     options: ServerOptions,
     paths: Collection[str],
-    count: Callable[[str, int], None] | None = None,
+    answers: Counter[tuple[str, int]],
     switched_off: Mapping[str, str] | None = None,
 ) -> None:
-    """Give an app what every request passes: its checks, the form of its errors, its log.
-
-    A server of one model and one of several have this, and no request goes another way.
+    """Add what every request passes, for one model or several: checks, error bodies, the log.
 
     Args:
         paths: those of its routes.
-        count: as for `RequestLog`.
+        answers: as for `RequestLog`.
         switched_off: as for `add_error_handlers`.
     """
     add_error_handlers(app, paths, switched_off)
     guard(app, options)
-    app.add_middleware(RequestLog, count=count)
+    app.add_middleware(RequestLog, answers=answers)
 
 
 def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
@@ -107,5 +102,5 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> FastAPI:
     app = app_of(routers, options)
     app.state.server = server
     paths = [route.path for route in routes_of(routers)]
-    stand_guard(app, options, paths, server.metrics.answered, switched_off)
+    stand_guard(app, options, paths, server.metrics.answers, switched_off)
     return app

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.conversation import AnswerReader, params_in_form, render, run
+from nanovllm.apps.server.conversation import AnswerReader, prepare, render
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction, typed
+from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -19,16 +20,9 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.params import (
-    LEAST_LOGPROB,
-    chat_params,
-    field_names,
-)
-from nanovllm.apps.server.protocol.chat import ChatRequest
-from nanovllm.apps.server.protocol.common import StreamOptions, usage
+from nanovllm.apps.server.protocol import ChatRequest, StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
@@ -38,34 +32,25 @@ router = APIRouter(tags=["chat"], route_class=JSONRoute)
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     server = state_of(request)
-    renamed = {**field_names(body), "logprobs": "top_logprobs"}
+    renamed = {**generation.field_names(body), "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
     with naming_params(ChatRequest.model_fields, "messages", renamed):
         place = generation.admit(request, body.n or 1, body)
-        prompt, params = await place.prepare(_prepare, server, body)
-        answer = _Answer(server, body, prompt)
+        limit = body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        made = partial(prepare, server, body, _render, max_tokens=limit, logprobs=logprobs)
+        prompt, params = await place.prepare(made)
+        answer = _Answer(server, body, prompt.text or "")
         if params.prompt_logprobs is None:
             place.frames = answer.frames
-        outputs = await run(place, body, prompt, params)
+        outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
         if body.stream:
             return sse(answer.streamed(outputs))
         output = await anext(outputs)
         if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
             return await asyncio.to_thread(lambda: json_response(answer.whole(output)))
         return json_response(answer.whole(output))
-
-
-def _prepare(server: ServerState, body: ChatRequest) -> tuple[str, SamplingParams]:
-    """Return the prompt and the parameters. Making them takes a while: call it in a thread."""
-    params = chat_params(  # first, for its checks cost little
-        server,
-        body,
-        max_tokens=body.max_completion_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    prompt = _render(server, body)
-    return prompt, params_in_form(server, body, prompt, params)
 
 
 def _render(server: ServerState, body: ChatRequest) -> str:
@@ -87,14 +72,8 @@ def _render(server: ServerState, body: ChatRequest) -> str:
 class _Choice:
     """One of n answers: its parser, and its frames."""
 
-    def __init__(
-        self,
-        server: ServerState,
-        body: ChatRequest,
-        prompt: str,
-        functions: Seq[TypedFunction],
-    ) -> None:
-        self.reader = AnswerReader(server, body, prompt, functions)
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
         self.text_frames: TextFrames | None = None
         """Make the frames of mere text; set with the first chunk."""
         self._has_text = False
@@ -117,13 +96,12 @@ class _Choice:
 
 
 class _Answer:
-    """Puts the outputs of one request into the protocol's form."""
-
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
         functions = typed(body.functions)
-        self._choices = [_Choice(server, body, prompt, functions) for _ in range(body.n or 1)]
+        readers = (AnswerReader(server, body, prompt, functions) for _ in range(body.n or 1))
+        self._choices = [_Choice(reader) for reader in readers]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
         self._num_output = 0  # tokens that came
         self._options = options = body.stream_options or StreamOptions()
@@ -219,8 +197,7 @@ class _Answer:
     ) -> list[dict[str, Any]]:
         """Return what is new of an answer: the parts, then the end.
 
-        Ids and log-probabilities of tokens come with the first part. Where no part is certain yet,
-        they come alone.
+        Tokens' ids and log-probabilities come with the first part, or alone while none is certain.
         """
         body = self._body
         choice = self._choices[completion.index]
@@ -259,7 +236,7 @@ class _Answer:
         text = entry.decoded_token or ""
         if self._body.return_tokens_as_token_ids:
             text = f"token_id:{token}"
-        logprob = max(entry.logprob, LEAST_LOGPROB)
+        logprob = max(entry.logprob, generation.LEAST_LOGPROB)
         return {"token": text, "logprob": logprob, "bytes": list(self._token_bytes(token))}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,14 +12,7 @@ from starlette.responses import Response
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.params import (
-    LEAST_LOGPROB,
-    check_logprobs,
-    field_names,
-    sampling_params,
-)
-from nanovllm.apps.server.protocol.common import StreamOptions, usage
-from nanovllm.apps.server.protocol.completions import CompletionRequest
+from nanovllm.apps.server.protocol import CompletionRequest, StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.detokenizer import Detokenizer
@@ -39,11 +33,11 @@ TokenLogprobs = dict[int, Logprob] | None
 async def complete(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or many."""
     server = state_of(request)
-    with naming_params(CompletionRequest.model_fields, "prompt", field_names(body)):
+    with naming_params(CompletionRequest.model_fields, "prompt", generation.field_names(body)):
         params = _params(server, body)
         prompts = _prompts(server, body)
         answer = _Answer(server, body, params, len(prompts))
-        check_logprobs(server, params, map(len, prompts))
+        generation.check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body)
         if len(prompts) == 1 and params.prompt_logprobs is None:
             place.frames = answer.frames
@@ -78,14 +72,12 @@ def _params(server: ServerState, body: CompletionRequest) -> SamplingParams:
         changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.prompt_logprobs is None:
         changes["prompt_logprobs"] = body.logprobs
-    return sampling_params(
+    return generation.sampling_params(
         server, body, default_max_tokens=MAX_TOKENS, logprobs=body.logprobs, **changes
     )
 
 
 class _Answer:
-    """Puts the outputs of one request into the protocol's form."""
-
     def __init__(
         self,
         server: ServerState,
@@ -125,10 +117,9 @@ class _Answer:
         choices: list[dict[str, Any]] = []
         async for prompt_index, output in outputs:
             self._count(prompt_index, output)
-            if self.may_be_large:
-                choices += await asyncio.to_thread(self._choices, prompt_index, output)
-            else:
-                choices += self._choices(prompt_index, output)
+            for completion in output.outputs:
+                make = partial(self._choice, prompt_index, output, completion)
+                choices.append(await asyncio.to_thread(make) if self.may_be_large else make())
         choices.sort(key=lambda choice: int(choice["index"]))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
@@ -186,9 +177,6 @@ class _Answer:
         cached = sum(self._num_cached.values())
         return usage(sum(self._num_prompt.values()), self._num_output, cached)
 
-    def _choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        return [self._choice(prompt_index, output, c) for c in output.outputs]
-
     def _choice(
         self,
         prompt_index: int,
@@ -196,11 +184,7 @@ class _Answer:
         completion: CompletionOutput,
         is_first: bool = True,
     ) -> dict[str, Any]:
-        """Return a continuation, or what is new of it.
-
-        Args:
-            is_first: whether nothing of the continuation was sent before.
-        """
+        """Return a continuation or, unless `is_first`, what is new of it."""
         body = self._body
         index = prompt_index * self._n + completion.index
         text, tokens = (completion.text, completion.token_ids) if self._keeps_output else ("", [])
@@ -234,11 +218,7 @@ class _Answer:
         return choice
 
     def _offsets(self, index: int, token_ids: list[int], num_chars: int) -> list[int]:
-        """Return where new tokens of a continuation begin in its text.
-
-        Args:
-            num_chars: length of the text before its first token.
-        """
+        """Return where new tokens begin in the text; `num_chars` precede the first of all."""
         if index not in self._texts:
             self._texts[index] = num_chars, self._make_detokenizer(self._params)
         start, detokenizer = self._texts[index]
@@ -261,11 +241,9 @@ class _Answer:
     def _logprobs(
         self, tokens: Seq[int], found: Seq[TokenLogprobs], offsets: list[int]
     ) -> dict[str, Any]:
-        """Return the log-probabilities of tokens, one element a token.
+        """Return the log-probabilities of tokens, which begin in the text at `offsets`.
 
-        Args:
-            offsets: where each begins in the text: that of a hidden stop string begins at its end
-                or after it.
+        That of a hidden stop string begins at the end of the text or after it.
         """
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -276,7 +254,7 @@ class _Answer:
                 continue
             tops: dict[str, float] = {}
             for other, entry in entries.items():
-                logprob = max(entry.logprob, LEAST_LOGPROB)
+                logprob = max(entry.logprob, generation.LEAST_LOGPROB)
                 tops.setdefault(self._token_text(other, entries), logprob)
             chosen.append(entries[token].logprob)
             top.append(tops)
@@ -296,11 +274,7 @@ class _Answer:
 
 
 def _places(detokenizer: Detokenizer | None, token_ids: Seq[int]) -> list[int]:
-    """Return where each of the next tokens begins in a text; a character's tokens begin with it.
-
-    Args:
-        detokenizer: None if tokens have no text.
-    """
+    """Return where each of the next tokens begins in a text; a character's tokens begin with it."""
     places = []
     for token_id in token_ids:
         places.append(0 if detokenizer is None else detokenizer.num_chars)

@@ -25,12 +25,10 @@ _WATCH_SECONDS = 0.5
 
 
 def connection_class(read_timeout: float, most: int) -> type[H11Protocol]:
-    """Return a class of connections with limits.
+    """Return a connection class that allows at most `most` connections.
 
-    Args:
-        most: how many connections there may be; one more is refused with status 503.
-        read_timeout: in which a request must have arrived whole, and in which a client must go on
-            reading when it has stopped.
+    A request must have arrived whole within `read_timeout`, and a client that has stopped reading
+    must go on within it.
     """
 
     class Connection(_Connection):
@@ -63,7 +61,6 @@ class _Connection(H11Protocol):
             self._watch_arrival()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
         for timer in (self._arriving, self._stuck, self._turn, self._leaving):
             if timer is not None:
                 timer.cancel()

@@ -1,39 +1,75 @@
-"""Routes that control the engine, in vLLM's form: its memory, its profile, its weights.
+"""Routes that control the engine, in vLLM's form: its adapters, memory, profile and weights.
 
 Those of memory are there with enable_sleep_mode, those of the profile with profile_dir, and what a
 trainer asks with dev_mode: pauses, new weights, what the server is.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from nanovllm.apps.server.error_bodies import APIError, naming_params
-from nanovllm.apps.server.generation import while_connected
+from nanovllm.apps.server.generation import admit, while_connected
 from nanovllm.apps.server.json_route import JSONRoute, parse
-from nanovllm.apps.server.protocol.common import RequestModel
+from nanovllm.apps.server.protocol import RequestModel
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.validation import shown
 
+adapter_router = APIRouter(tags=["models"], route_class=JSONRoute)
 sleep_router = APIRouter(tags=["development"])
 profile_router = APIRouter(tags=["profile"])
 training_router = APIRouter(tags=["development"], route_class=JSONRoute)
 
 
 def controlled(request: Request) -> ServerState:
-    """Return the state of a server that a client wants to control.
-
-    Raises:
-        APIError: status 403, a web page sends it: to this machine any page may, and no key stops
-            it.
-    """
+    """Return the server's state; refuse web pages if no API key stops them."""
     server = state_of(request)
     if "origin" in request.headers and not server.options.api_keys:
         raise APIError(403, "web pages do not control this server: give it an --api-key")
     return server
+
+
+class LoadAdapterRequest(RequestModel):
+    """Which adapter requests may name from now on."""
+
+    others = other_names({"is_3d_lora_weight": (False,)})
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    """A directory in the server's lora_directory; a relative path begins there."""
+    load_inplace: bool = False
+    """Whether the name may be an adapter's, which the new one then replaces."""
+
+
+class UnloadAdapterRequest(RequestModel):
+    """Which adapter requests may not name any more."""
+
+    ignored = frozenset({"lora_int_id"})
+
+    lora_name: str = Field(min_length=1)
+
+
+@adapter_router.post("/v1/load_lora_adapter")
+async def load_adapter(request: Request, body: LoadAdapterRequest) -> PlainTextResponse:
+    """Read an adapter, and let requests name it as their model."""
+    server = state_of(request)
+    place = admit(request, 1)
+    with naming_params(LoadAdapterRequest.model_fields, "lora_path"):
+        run = partial(place.prepare, pool=server.loading)
+        await server.adapters.load(body.lora_name, body.lora_path, run, in_place=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@adapter_router.post("/v1/unload_lora_adapter")
+async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> PlainTextResponse:
+    """Let no request name an adapter any more; those that have it go on."""
+    server = state_of(request)
+    server.adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @sleep_router.post("/sleep")
@@ -80,7 +116,7 @@ _PACKED = other_names({"packed": (False,)})
 class TransferInfo(RequestModel):
     """Where a trainer, rank 0, has its store, and which rank the server has."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+    others = _PACKED
 
     master_address: str = Field(min_length=1)
     master_port: int = Field(ge=1, le=65535)
@@ -91,38 +127,30 @@ class TransferInfo(RequestModel):
 
 
 class TransferRequest(RequestModel):
-    """Which trainer to join."""
-
     init_info: TransferInfo
 
 
 class UpdateInfo(RequestModel):
     """The tensors that the trainer broadcasts next, in this order."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _PACKED
+    others = _PACKED
 
     names: list[str]
-    """Those of the checkpoint."""
     dtype_names: list[str]
-    """Such as "bfloat16"."""
     shapes: list[list[int]]
 
 
 class UpdateRequest(RequestModel):
-    """A part of an update, or all of it."""
-
     update_info: UpdateInfo
 
 
 class DiskRequest(RequestModel):
     """Which weights to read, in SGLang's form."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
+    others = other_names(
         {"load_format": ("auto", "safetensors"), "flush_cache": (True,), "keep_pause": (False,)}
     )
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"}
-    )
+    ignored = frozenset({"is_async", "torch_empty_cache", "recapture_cuda_graph", "token_step"})
 
     model_path: str = Field(min_length=1)
     """A directory on the server's machine."""
@@ -140,8 +168,7 @@ async def pause(
     """Compute nothing until /resume; requests in flight are aborted, awaited or kept. Those that
     come in the pause are refused, or kept as well.
 
-    A client that leaves while they are awaited gives up the pause. To wait for them is what older
-    clients ask for.
+    A client that leaves while they are awaited gives up the pause. Older clients ask to wait.
     """
     mode = "wait" if wait_for_inflight_requests else mode
     with naming_params(("mode",), "mode"), while_connected(request):

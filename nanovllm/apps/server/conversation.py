@@ -1,16 +1,18 @@
-"""What the routes of conversations share: a conversation to a prompt, which is answered, and an
+"""What the routes of conversations share: the way from a conversation to a prompt, and from an
 answer's text to its parts.
 
-`render` blocks while the chat template runs: call it in a thread.
+`render` and `prepare` block while the chat template runs: call them in a thread.
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
+
+from fastapi import Request
 
 from nanovllm.apps.server import generation
-from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
@@ -18,13 +20,15 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.params import check_logprobs
-from nanovllm.apps.server.protocol.chat import ConversationRequest, Message, Tool
-from nanovllm.apps.server.state import ServerState
+from nanovllm.apps.server.protocol import MAX_CALLS, ConversationRequest, Message, Tool
+from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.chat.templates import template_options
 from nanovllm.engine.prompt import Prompt
+from nanovllm.errors import InvalidRequestError
 from nanovllm.options.sampling_params import SamplingParams
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput
+
+Body = TypeVar("Body", bound=ConversationRequest)
 
 
 def render(
@@ -73,13 +77,71 @@ def _texts(message: Message) -> list[str]:
     return [text for part in message.content if isinstance(text := part.get("text"), str)]
 
 
-def params_in_form(
-    server: ServerState, body: ConversationRequest, prompt: str, params: SamplingParams
-) -> SamplingParams:
-    """Return the parameters with which a request runs; see `AnswerFormat.params`."""
-    check_logprobs(server, params, [len(prompt)])
+class Turns:
+    """Collects the turns of a conversation, in time linear in the size of the request.
+
+    Args:
+        too_many: the error for more than MAX_CALLS calls in succession.
+    """
+
+    def __init__(self, too_many: str) -> None:
+        self.all: list[dict[str, Any]] = []
+        """Fields of messages."""
+        self._too_many = too_many
+        self._names: dict[str, str] = {}  # of tools, by the id of a call
+
+    def turn(self, role: str, before: Collection[str] = ()) -> dict[str, Any]:
+        """Return the last turn, or a new one if its role differs or it has a field in `before`."""
+        last = self.all[-1] if self.all else {}
+        if last.get("role") != role or any(name in last for name in before):
+            self.all.append({"role": role})
+        return self.all[-1]
+
+    def add_call(self, call_id: str, name: str, arguments: Any) -> None:
+        """Add a call to the model's turn; raise InvalidRequestError if that has very many."""
+        calls = self.turn("assistant").setdefault("tool_calls", [])
+        if len(calls) == MAX_CALLS:
+            raise InvalidRequestError(self._too_many)
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        self._names[call_id] = name
+
+    def add_result(self, call_id: str, content: Any) -> None:
+        """Add what a tool returned, with the tool's name if its call is known."""
+        result = {"role": "tool", "tool_call_id": call_id, "content": content}
+        name = self._names.get(call_id)
+        self.all.append(result if name is None else {**result, "name": name})
+
+
+def prepare(
+    server: ServerState,
+    body: Body,
+    render: Callable[[ServerState, Body], str],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    **changes: Any,
+) -> tuple[Prompt, SamplingParams]:
+    """Return a request's prompt, and the parameters with which it runs: see `AnswerFormat.params`.
+
+    Args:
+        changes: parameters that the route decides.
+    """
+    defaults = server.llm.get_default_sampling_params()
+    recommended = server.llm.engine.generation_config.get("max_new_tokens")
+    # A sequence ends at max_model_len anyway: so this is what the context has room for.
+    most = server.max_model_len if recommended is None else defaults.max_tokens
+    if count := generation.num_logprobs(server, logprobs):
+        most = max(1, min(most, generation.MAX_ANSWER_LOGPROBS // count))
+    if max_tokens is not None:
+        changes["max_tokens"] = max_tokens
+    params = generation.sampling_params(  # first, for its checks cost little
+        server, body, default_max_tokens=most, logprobs=logprobs, **changes
+    )
+    prompt = render(server, body)
+    generation.check_logprobs(server, params, [len(prompt)])
     functions = body.functions
-    return server.answer_format.params(
+    params = server.answer_format.params(
         params,
         prompt,
         functions,
@@ -87,17 +149,19 @@ def params_in_form(
         parallel_tool_calls=body.may_repeat,
         strict={function.name for function in functions if function.strict},
     )
+    return Prompt(prompt, rendered=True, salt=body.cache_salt), params
 
 
-async def run(
-    place: generation.AdmittedRequest,
-    body: ConversationRequest,
-    prompt: str,
-    params: SamplingParams,
-) -> AsyncGenerator[RequestOutput, None]:
-    """Generate the answer to a rendered conversation, as `generation.run` does."""
-    given = Prompt(prompt, rendered=True, salt=body.cache_salt)
-    return await generation.run(place, given, params, stream=bool(body.stream))
+async def count_tokens(
+    request: Request, body: Body, render: Callable[[ServerState, Body], str], field: str
+) -> int:
+    """Return the number of prompt tokens of the conversation in `field`."""
+    server = state_of(request)
+    server.check_model(body.model)
+    encode = server.llm.engine.input_processor.encode
+    with naming_params(type(body).model_fields, field):
+        place = generation.admit(request, 1)
+        return await place.prepare(lambda: len(encode(render(server, body), rendered=True)))
 
 
 class AnswerReader:

@@ -45,8 +45,6 @@ _NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
 
 
 class ErrorFields(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -146,7 +144,6 @@ def naming_params(
 
 
 def _code(error: InvalidRequestError) -> str | None:
-    """Return OpenAI's name of an error."""
     return "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
 
 
@@ -227,8 +224,7 @@ def _place_of(error: Mapping[str, Any], body: Any) -> list[Any]:
 def _place(parts: Seq[Any], value: Any, *, missing: bool) -> list[Any]:
     """Return the keys and indices of the body `value` among `parts`: others name types.
 
-    Args:
-        missing: whether the last part is a key that the body lacks.
+    The last part is a key that the body lacks if it is `missing`.
     """
     place = []
     for index, part in enumerate(parts):
@@ -255,10 +251,9 @@ def _path(place: Seq[Any]) -> str:
 def add_error_handlers(
     app: FastAPI, paths: Collection[str], switched_off: Mapping[str, str] | None = None
 ) -> None:
-    """Make every error of `app` leave with a body of its API.
+    """Give every error of `app` a body in the form of its API.
 
     Args:
-        paths: those of its routes.
         switched_off: by the path of a route that it has not, the flag that adds it.
     """
     known = list(dict.fromkeys(paths))

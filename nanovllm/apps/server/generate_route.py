@@ -5,29 +5,26 @@ import base64
 import io
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, ClassVar
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.params import LEAST_LOGPROB, check_logprobs, sampling_params
-from nanovllm.apps.server.protocol.common import (
-    EngineRequest,
+from nanovllm.apps.server.protocol import (
     GenerationRequest,
+    StreamableRequest,
     StreamOptions,
-    refused,
+    TokenIds,
     usage,
 )
-from nanovllm.apps.server.protocol.completions import TokenIds
 from nanovllm.apps.server.sse import DONE, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -47,35 +44,22 @@ class GenerateParams(GenerationRequest):
     checkpoint's.
     """
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **GenerationRequest.others,
-        **other_names({"detokenize": (True, False), "output_kind": (0, 1, 2)}),
-    }
-    not_taken: ClassVar[frozenset[str]] = _OUTER
+    others = GenerationRequest.others | other_names(
+        {"detokenize": (True, False), "output_kind": (0, 1, 2)}
+    )
+    not_taken = _OUTER
 
     logprobs: int | None = None
     """How many of the most likely tokens to return for each token; 0 is the token alone."""
 
 
-class GenerateRequest(EngineRequest):
+class GenerateRequest(StreamableRequest):
     """The prompt's token ids, and how to continue them."""
 
-    others: ClassVar[Mapping[str, OtherName]] = other_names({"output_mode": ("tokens",)})
+    others = other_names({"output_mode": ("tokens",)})
 
     token_ids: TokenIds
     sampling_params: GenerateParams
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    return_token_ids: bool | None = None
-    """Return the prompt's, too."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> "GenerateRequest":
-        if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "stream_options needs stream=true")
-        return self
 
 
 @router.post("/inference/v1/generate")
@@ -85,7 +69,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     fields = {name: f"sampling_params.{name}" for name in GenerateParams.model_fields}
     with naming_params((), "token_ids", fields):
         params = _params(server, body)
-        check_logprobs(server, params, [len(body.token_ids)])
+        generation.check_logprobs(server, params, [len(body.token_ids)])
         place = generation.admit(request, params.n, body)
         prompt = Prompt(token_ids=body.token_ids, salt=body.cache_salt)
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
@@ -100,7 +84,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
 def _params(server: ServerState, body: GenerateRequest) -> SamplingParams:
     given = body.sampling_params
     room = max(1, server.max_model_len - len(body.token_ids))
-    return sampling_params(
+    return generation.sampling_params(
         server,
         given,
         default_max_tokens=room,
@@ -111,8 +95,6 @@ def _params(server: ServerState, body: GenerateRequest) -> SamplingParams:
 
 
 class _Answer:
-    """Puts the outputs of one request into the protocol's form."""
-
     def __init__(self, server: ServerState, body: GenerateRequest, params: SamplingParams) -> None:
         self._id = body.request_id or uuid.uuid4().hex
         self._model = server.name_in_answer(body.model)
@@ -183,7 +165,7 @@ class _Answer:
 
 
 def _of(token_id: int, entry: Logprob) -> dict[str, Any]:
-    logprob = max(entry.logprob, LEAST_LOGPROB)
+    logprob = max(entry.logprob, generation.LEAST_LOGPROB)
     return {"token_id": token_id, "logprob": logprob, "rank": entry.rank}
 
 

@@ -1,21 +1,21 @@
-"""The one way from a checked request to the engine: admission, deadline, disconnect."""
+"""The one way from a checked request to the engine: parameters, admission, deadline, disconnect."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as Seq
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence as Seq
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from nanovllm.apps.server.admission import Admitted
+from nanovllm.apps.server.admission import Guard
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.prometheus import RequestMeter
-from nanovllm.apps.server.protocol.common import EngineRequest
+from nanovllm.apps.server.protocol import EngineRequest, GenerationRequest
 from nanovllm.apps.server.request_log import record_of
-from nanovllm.apps.server.state import state_of
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.engine.input_processor import NO_OUTPUT
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
@@ -27,64 +27,19 @@ from nanovllm.outputs import RequestOutput
 
 T = TypeVar("T")
 
+LEAST_LOGPROB = -9999.0
+"""In place of -inf, which JSON lacks; as in vLLM."""
+MAX_ANSWER_LOGPROBS = 2**20
+"""Log-probabilities of an answer. To make it takes some 250 bytes for each, in a chat 800."""
+
+_FIELDS = [
+    name
+    for name in SamplingParams.__dataclass_fields__
+    if name in GenerationRequest.model_fields and name != "structured_outputs"
+]
+
 _COMPILE_SECONDS = 10.0
 """For a grammar, with its wait for a thread. Compiling takes some 100 ms at most."""
-
-
-class Guard(Admitted):
-    """Ends an HTTP request when its client goes away or its time is over.
-
-    The tasks of the request wait for the engine within `with guard`. There, and only there, they
-    are interrupted; they raise the error that says why.
-    """
-
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self._waiting: set[asyncio.Task[object]] = set()
-        self._error: APIError | None = None
-        self._is_cut = False
-
-    def end(self, error: APIError) -> None:
-        """Make every task of the request raise `error`; the first error counts."""
-        if self._error is None:
-            self._error = error
-            for task in self._waiting:
-                task.cancel()
-
-    def cut(self) -> None:
-        """End the task that sends the answer; the client, which reads slowly, gets no more."""
-        assert self._task is not None
-        self._is_cut = True
-        self._task.cancel()
-
-    def ends_quietly(self, kind: type[BaseException] | None, *_: object) -> bool:
-        """Whether an exception is the end of a request that was cut: it needs no report."""
-        if not self._is_cut or kind is not asyncio.CancelledError:
-            return False
-        assert self._task is not None
-        self._task.uncancel()
-        return True
-
-    async def watch(self, request: Request) -> None:
-        """Wait until the client is gone, then end the request."""
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.end(APIError(499, "the client has closed the connection"))
-
-    def __enter__(self) -> None:
-        if self._error is not None:
-            raise self._error
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.add(task)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.discard(task)
-        if self._error is not None and kind is asyncio.CancelledError:
-            task.uncancel()
-            raise self._error from None
 
 
 @dataclasses.dataclass
@@ -94,9 +49,7 @@ class AdmittedRequest:
     request: Request
     guard: Guard
     user: str | None
-    """The key of fairness."""
     priority: int
-    """Lower values go first."""
     lora_request: LoRARequest | None
     frames: Callable[[RequestOutput], str] | None = None
     """Makes what is sent for a delta of a stream of one prompt. While the stream waits, deltas go
@@ -120,11 +73,7 @@ class AdmittedRequest:
 
 @contextmanager
 def while_connected(request: Request) -> Iterator[None]:
-    """Interrupt what waits in the block when the client goes away.
-
-    Raises:
-        APIError: the client is gone.
-    """
+    """Interrupt what waits in the block, with an APIError, when the client goes away."""
     guard = Guard()
     watch = asyncio.create_task(guard.watch(request))
     try:
@@ -161,7 +110,7 @@ def admit(
     try:
         held.enter_context(server.admission.admit(guard, num_sequences, user or None))
     except APIError as error:
-        server.metrics.refused(error.body["error"]["code"] or "too_many_sequences")
+        server.metrics.refusals[error.body["error"]["code"] or "too_many_sequences"] += 1
         raise
     watch = asyncio.create_task(guard.watch(request))
     held.callback(watch.cancel)
@@ -210,8 +159,7 @@ async def pool(
 ) -> list[RequestOutput]:
     """Return the outputs for prompts that are pooled, in their order; errors are those of `run`.
 
-    Args:
-        name: what errors call the prompts, of which they say which one is meant.
+    They call a prompt `name[index]`.
     """
     made = [_outputs(place, *each, False) for each in zip(prompts, params, strict=True)]
     found: dict[int, RequestOutput] = {}
@@ -263,12 +211,7 @@ async def _merged(
 
 
 async def _compile_grammar(place: AdmittedRequest, params: SamplingParams) -> None:
-    """Compile the request's grammar, so that the one thread that makes requests finds it compiled.
-
-    Raises:
-        APIError: it takes too long.
-        InvalidRequestError: the grammar cannot be used.
-    """
+    """Compile the request's grammar, so that the thread that makes requests finds it compiled."""
     server = state_of(place.request)
     form = params.structured_outputs
     if not isinstance(form, StructuredOutputsParams):
@@ -350,3 +293,68 @@ async def _started(outputs: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
                 yield output
 
     return all_outputs()
+
+
+def sampling_params(
+    server: ServerState,
+    given: GenerationRequest,
+    *,
+    default_max_tokens: int,
+    logprobs: int | None,
+    defaults: SamplingParams | None = None,
+    **changes: Any,
+) -> SamplingParams:
+    """Return the parameters of a request: those given, and `defaults` for the others.
+
+    All is checked that can be without the prompt, and without compiling a grammar.
+
+    Args:
+        default_max_tokens: max_tokens if the request gives none.
+        defaults: None are the checkpoint's.
+        changes: fields that the route decides.
+    """
+    fields = {name: value for name in _FIELDS if (value := getattr(given, name)) is not None}
+    if forms := given.forms():
+        (fields["structured_outputs"],) = forms.values()
+    if given.vllm_xargs:
+        fields["extra_args"] = given.vllm_xargs
+    fields = {"max_tokens": default_max_tokens, **fields, "logprobs": logprobs, **changes}
+    params = dataclasses.replace(defaults or server.llm.get_default_sampling_params(), **fields)
+    server.llm.engine.input_processor.params_check.check(params)
+    check_logprobs(server, params, [0])
+    return params
+
+
+def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:
+    """Raise InvalidRequestError if the answer could have too many log-probabilities.
+
+    Args:
+        lengths: of the prompts, in tokens or, where they are not known yet, in characters.
+    """
+    longest = server.max_model_len
+    limit = MAX_ANSWER_LOGPROBS
+    of_prompt = num_logprobs(server, params.prompt_logprobs)
+    of_output = num_logprobs(server, params.logprobs)
+    most = longest * max(of_prompt, of_output)
+    output = min(params.max_tokens, longest) * of_output
+    total = params.n * sum(min(length * of_prompt + output, most) for length in lengths)
+    if total > limit:
+        name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise InvalidRequestError(
+            f"{name}: the answer could have {total} log-probabilities; the limit is {limit}: ask "
+            "for fewer of each token, fewer tokens, prompts or continuations"
+        )
+
+
+def num_logprobs(server: ServerState, count: int | None) -> int:
+    """Return how many log-probabilities a token has: its own, and the `count` most likely."""
+    if count is None:
+        return 0
+    return (server.llm.engine.worker_info.vocab_size if count == -1 else count) + 1
+
+
+def field_names(given: GenerationRequest) -> dict[str, str]:
+    """Return, by the engine's names, the fields of a request that have other names."""
+    field = next(iter(given.forms()), "structured_outputs")
+    names = {"structured_outputs": field, "StructuredOutputsParams": field}
+    return {**names, "extra_args": "vllm_xargs"}

@@ -23,7 +23,6 @@ OPEN_PATHS = frozenset({"/health", "/ready"}) | pages.PATHS
 """What needs no API key; the pages have no data, and ask for the key."""
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 32 * 2**10
-"""Of a request's line and headers."""
 _MAX_DROPPED_BYTES = 64 * 2**20
 
 
@@ -61,7 +60,6 @@ class GuardMiddleware:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request and pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -165,8 +163,7 @@ async def _drop_body(headers: Headers, receive: Receive, length: int) -> None:
 def _content_length(headers: Headers) -> int | None:
     """Return the length that the headers give, None without one.
 
-    Raises:
-        APIError: there are too many headers, or two ways to tell where the body ends.
+    APIError: there are too many headers, or two ways to tell where the body ends.
     """
     if len(headers) > MAX_HEADERS:
         raise APIError(431, f"the request has more than {MAX_HEADERS} headers")

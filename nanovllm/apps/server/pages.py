@@ -1,4 +1,4 @@
-"""GET /, a page to talk to; GET /status, one with the load; and their files below /page/.
+"""GET /, a page to talk to, and its files below /page/.
 
 They are files without data: they ask the other routes, with the API key that their user types. They
 load nothing from elsewhere, and the browser is told to refuse anything else.
@@ -17,7 +17,6 @@ router = APIRouter(include_in_schema=False)
 
 _FOLDER = Path(__file__).parent / "page"
 _METHODS = ["GET", "HEAD"]  # agents ask with HEAD whether a server is there
-_PAGES = {"/": "index.html", "/status": "status.html"}
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -28,9 +27,8 @@ _FILES = {
     f"/page/{path.relative_to(_FOLDER).as_posix()}": path
     for path in _FOLDER.rglob("*")
     if path.suffix in _MEDIA_TYPES
-} | {route: _FOLDER / name for route, name in _PAGES.items()}
+} | {"/": _FOLDER / "index.html"}
 PATHS = frozenset(_FILES)
-"""What the pages consist of."""
 FILE_ROUTE = "/page/{name:path}"
 _POLICY = {
     "default-src": "'none'",
@@ -56,16 +54,13 @@ _HEADERS = {
 
 @cache
 def _file(path: Path) -> tuple[bytes, str]:
-    """Return a file and its ETag."""
     data = path.read_bytes()
     return data, f'"{sha256(data).hexdigest()[:32]}"'
 
 
 @router.api_route("/", methods=_METHODS)
-@router.api_route("/status", methods=_METHODS)
 @router.api_route(FILE_ROUTE, methods=_METHODS)
 async def page_file(request: Request) -> Response:
-    """Send one of the pages' files."""
     path = _FILES.get(route_path(request.scope))
     if path is None:
         raise HTTPException(404)

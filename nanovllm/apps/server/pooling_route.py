@@ -1,26 +1,30 @@
 """POST /v1/embeddings (OpenAI), /pooling and /v1/score (vLLM), /rerank (Jina, Cohere)."""
 
 import asyncio
-import base64
-import sys
-from array import array
-from collections.abc import Mapping, Sequence as Seq
+import struct
+from base64 import b64encode
+from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from starlette.responses import Response
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.common import IGNORED, TEXT_OR_LIST, EngineRequest
-from nanovllm.apps.server.protocol.completions import MAX_PROMPTS, Prompts
+from nanovllm.apps.server.protocol import (
+    IGNORED,
+    MAX_PROMPTS,
+    TEXT_OR_LIST,
+    EngineRequest,
+    Prompts,
+)
 from nanovllm.apps.server.sse import json_response
 from nanovllm.apps.server.state import state_of
 from nanovllm.engine.prompt import make_prompt
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.outputs import RequestOutput, ScoringRequestOutput
 
@@ -41,9 +45,9 @@ _OTHERS = other_names(
 class PoolingRequest(EngineRequest):
     """The fields of every request for vectors or scores."""
 
-    others: ClassVar[Mapping[str, OtherName]] = _OTHERS
-    ignored: ClassVar[frozenset[str]] = IGNORED
-    empty_is_absent: ClassVar[frozenset[str]] = frozenset(["model", "user"])
+    others = _OTHERS
+    ignored = IGNORED
+    empty_is_absent = frozenset(["model", "user"])
 
     truncate_prompt_tokens: int | None = None
     """Keep only so many tokens at the beginning of each text; -1 keeps as many as fit."""
@@ -56,11 +60,7 @@ class PoolingRequest(EngineRequest):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def params(self, **changes: Any) -> PoolingParams:
-        """Return what the request wants of each text.
-
-        Raises:
-            InvalidRequestError: a value is invalid.
-        """
+        """Return the parameters of each text; raise InvalidRequestError if one is invalid."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(
             pooling=self.pooling,
@@ -71,21 +71,14 @@ class PoolingRequest(EngineRequest):
 
 
 class EmbeddingRequest(PoolingRequest):
-    """Texts to make vectors of."""
+    others = _OTHERS | other_names({"task": ("embed",)})
 
     input: Prompts
     """A text, a list of texts, token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    """How many numbers of each vector to return."""
     prompt_name: str | None = None
     """Which of the checkpoint's prompts to write before each text, such as "query"."""
-
-
-class TaskRequest(EmbeddingRequest):
-    """Texts to make vectors of, with vLLM's name for that."""
-
-    others: ClassVar[Mapping[str, OtherName]] = {**_OTHERS, **other_names({"task": ("embed",)})}
 
 
 Texts = Annotated[
@@ -100,10 +93,7 @@ Texts = Annotated[
 class ScoreRequest(PoolingRequest):
     """Pairs of texts to score: one for all, or one for each."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **_OTHERS,
-        **other_names({"apply_softmax item_first": (False,)}),
-    }
+    others = _OTHERS | other_names({"apply_softmax item_first": (False,)})
 
     text_1: Texts
     """Also called queries or data_1."""
@@ -125,6 +115,10 @@ class ScoreRequest(PoolingRequest):
         return given
 
 
+def _as_object(given: Any) -> Any:
+    return {"text": given} if isinstance(given, str) else given
+
+
 class Document(BaseModel):
     """A document with its text, as Jina and Cohere write it, and with any other fields."""
 
@@ -136,14 +130,12 @@ class Document(BaseModel):
 class RerankRequest(PoolingRequest):
     """Documents to sort by how well they answer a query."""
 
-    others: ClassVar[Mapping[str, OtherName]] = {
-        **_OTHERS,
-        **other_names({"rank_fields": (["text"],), "return_embeddings": (False,)}),
-    }
+    others = _OTHERS | other_names({"rank_fields": (["text"],), "return_embeddings": (False,)})
 
     query: str
     documents: Annotated[
-        list[Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+        list[Annotated[Document, BeforeValidator(_as_object)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
     ]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """Return only so many of the best; null and 0 return all."""
@@ -152,14 +144,6 @@ class RerankRequest(PoolingRequest):
     """Keep only so many tokens at the beginning of each document; null and 0 keep all."""
     instruction: str | None = None
     """For rerankers: what a document must do for the query."""
-
-    @field_validator("documents", mode="before")
-    @classmethod
-    def _take_texts(cls, given: Any) -> Any:
-        """Return documents, some of which are texts, as objects."""
-        if not isinstance(given, list):
-            return given
-        return [{"text": each} if isinstance(each, str) else each for each in given]
 
 
 _LARGE_ANSWER = 2**14
@@ -173,7 +157,7 @@ async def embed(request: Request, body: EmbeddingRequest) -> Response:
 
 
 @router.post("/pooling")
-async def pool(request: Request, body: TaskRequest) -> Response:
+async def pool(request: Request, body: EmbeddingRequest) -> Response:
     """Make vectors of texts, in vLLM's form."""
     return await _embed(request, body, "pool", "pooling", "data")
 
@@ -217,16 +201,19 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 async def _embed(
     request: Request, body: EmbeddingRequest, prefix: str, kind: str, key: str
 ) -> Response:
-    """Answer with the vectors of texts; of many numbers in a thread.
-
-    Args:
-        prefix: what the answer's id begins with.
-        kind: what each vector is called, which is in the field `key`.
-    """
-    outputs = await _embedded(request, body)
+    """Answer with a vector for each text: objects of type `kind`, with the vector in `key`."""
+    given: Any = body.input
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    with naming_params(type(body).model_fields, "input"):
+        params = body.params(dimensions=body.dimensions, prompt_name=body.prompt_name)
+        place = generation.admit(request, len(prompts), body)
+        made = [*map(make_prompt, prompts)]
+        outputs = await generation.pool(place, made, [params] * len(made), "input")
 
     def respond() -> Response:
-        vectors = _vectors(outputs, body)
+        vectors: list[Any] = [output.pooled for output in outputs]
+        if body.encoding_format == "base64":
+            vectors = [b64encode(struct.pack(f"<{len(v)}f", *v)).decode() for v in vectors]
         return _list_response(request, body, prefix, kind, key, vectors, outputs)
 
     numbers = sum(len(output.pooled or ()) for output in outputs)
@@ -247,56 +234,23 @@ def _list_response(
     return json_response({**head, "object": "list", "data": data, "usage": _usage(outputs)})
 
 
-async def _embedded(request: Request, body: EmbeddingRequest) -> list[RequestOutput]:
-    """Return the outputs for the texts of a request, in their order."""
-    given: Any = body.input
-    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    with naming_params(type(body).model_fields, "input"):
-        params = body.params(dimensions=body.dimensions, prompt_name=body.prompt_name)
-        place = generation.admit(request, len(prompts), body)
-        made = [*map(make_prompt, prompts)]
-        return await generation.pool(place, made, [params] * len(made), "input")
-
-
 async def _scored(
     request: Request,
     body: PoolingRequest,
     texts: dict[str, str | list[str]],
     instruction: str | None,
-    max_tokens_per_doc: int = 0,
+    most_tokens: int = 0,
 ) -> list[ScoringRequestOutput]:
-    """Return the scores of the pairs of a request.
-
-    Args:
-        texts: the queries and the documents, by the names of their fields.
-    """
+    """Return the scores of the pairs in `texts`, which has the two fields by name."""
     processor = state_of(request).llm.engine.input_processor
     names = tuple(texts)
     first, second = ([each] if isinstance(each, str) else each for each in texts.values())
     with naming_params(type(body).model_fields, names[1]):
         params = body.params()
         place = generation.admit(request, len(first) + len(second), body)
-        make = partial(
-            processor.pooling.scoring, names=names, max_tokens_per_doc=max_tokens_per_doc
-        )
+        make = partial(processor.pooling.scoring, names=names, max_tokens_per_doc=most_tokens)
         scoring = await place.prepare(make, first, second, params, instruction)
         return scoring.results(await generation.pool(place, scoring.prompts, scoring.params))
-
-
-def _vectors(outputs: Seq[RequestOutput], body: EmbeddingRequest) -> list[list[float] | str]:
-    """Return the vectors in the form that a request asks for."""
-    found = []
-    for output in outputs:
-        assert output.pooled is not None
-        found.append(_base64(output.pooled) if body.encoding_format == "base64" else output.pooled)
-    return found
-
-
-def _base64(vector: list[float]) -> str:
-    numbers = array("f", vector)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
 
 
 def _head(request: Request, body: PoolingRequest, prefix: str) -> dict[str, Any]:
@@ -305,10 +259,6 @@ def _head(request: Request, body: PoolingRequest, prefix: str) -> dict[str, Any]
 
 def _usage(outputs: Seq[RequestOutput | ScoringRequestOutput]) -> dict[str, Any]:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    details = {"cached_tokens": num_cached}
-    return {
-        "prompt_tokens": num_tokens,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": details,
-    }
+    details = {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
+    counts = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {**counts, "prompt_tokens_details": details}

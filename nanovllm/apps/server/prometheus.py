@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence as Seq
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -115,7 +112,6 @@ def bucket_bounds(name: str, most_tokens: int) -> tuple[float, ...]:
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _LAG_SECONDS = 0.1
-"""How often the event loop's lag is measured."""
 
 
 class PrometheusHistogram:
@@ -153,30 +149,18 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, llm: AsyncLLM) -> None:
         self._llm = llm
-        self.start_time = time.monotonic()
         self._labels = {"model_name": model_name, "engine": "0"}
         most = llm.engine.worker_info.max_model_len
         self.histograms = {
             name: PrometheusHistogram(bucket_bounds(name, most)) for name in HISTOGRAM_HELP
         }
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        """Continuations that ended, by finish reason."""
         self.refusals: Counter[str] = Counter()
-        """Requests that were refused, by reason."""
         self.answers: Counter[tuple[str, int]] = Counter()
-        """HTTP requests that were answered, by path and status."""
         self._engine_values: list[Metric | Vector | EngineHistogram] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
-
-    def refused(self, reason: str) -> None:
-        """Count a request that was refused, such as for "queue_full"."""
-        self.refusals[reason] += 1
-
-    def answered(self, path: str, status: int) -> None:
-        """Count an HTTP request by the path of its route and the status of its answer."""
-        self.answers[path, status] += 1
 
     async def watch_event_loop(self) -> None:
         """Measure for ever how late the event loop wakes a task."""
@@ -188,12 +172,10 @@ class ServerMetrics:
             lag.observe(max(0.0, loop.time() - due))
 
     async def render(self) -> bytes:
-        """Return everything in Prometheus' text format."""
         self._engine_values = await self._llm.get_metrics()
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric, with the engine's values of the last `render`: for the registry."""
         model = {"model_name": self._labels["model_name"]}
         for metric in self._engine_values:
             yield self._engine_family(metric)
@@ -201,44 +183,36 @@ class ServerMetrics:
             yield self._histogram(name, HISTOGRAM_HELP[name], histogram.buckets(), histogram.sum)
         text = "Continuations that ended, by finish reason."
         finished = {(reason,): count for reason, count in self.finished.items()}
-        yield _counter("vllm:request_success", text, self._labels, ["finished_reason"], finished)
+        name = "vllm:request_success"
+        yield filled(CounterMetricFamily, name, text, finished, self._labels, "finished_reason")
         refused = {(reason,): count for reason, count in self.refusals.items()}
-        yield _counter("nanovllm:refused_requests", "Requests refused.", model, ["reason"], refused)
-        answers = {(path, str(status)): count for (path, status), count in self.answers.items()}
-        more = ["path", "status"]
-        yield _counter("nanovllm:http_requests", "HTTP requests.", model, more, answers)
+        name = "nanovllm:refused_requests"
+        yield filled(CounterMetricFamily, name, "Requests refused.", refused, model, "reason")
+        yield http_requests(self.answers, model)
         yield self._cache_info()
-        yield self._sleep_state()
+        weights = self._llm.engine.weights
+        level = 0 if weights is None else weights.sleep_level
+        text = "1 is the state that the engine is in: level 1 keeps the weights elsewhere."
+        states = enumerate(("awake", "weights_offloaded", "discard_all"))
+        found = {(state,): float(index == level) for index, state in states}
+        name = "vllm:engine_sleep_state"
+        yield filled(GaugeMetricFamily, name, text, found, self._labels, "sleep_state")
 
     def _engine_family(self, metric: Metric | Vector | EngineHistogram) -> Family:
         text = ENGINE_HELP.get(metric.name, "Of the engine.")
         if isinstance(metric, Vector):
             counts = {(str(position),): count for position, count in enumerate(metric.values)}
-            return _counter(metric.name, text, self._labels, ["position"], counts)
+            return filled(CounterMetricFamily, metric.name, text, counts, self._labels, "position")
         if isinstance(metric, EngineHistogram):
             return self._histogram(metric.name, text, [*metric.buckets.items()], metric.sum)
-        if not isinstance(metric, Gauge):
-            return _counter(metric.name, text, self._labels, [], {(): metric.value})
-        family = GaugeMetricFamily(metric.name, text, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], metric.value)
-        return family
+        kind = GaugeMetricFamily if isinstance(metric, Gauge) else CounterMetricFamily
+        return filled(kind, metric.name, text, {(): metric.value}, self._labels)
 
     def _histogram(
         self, name: str, text: str, buckets: Seq[tuple[str, float]], total: float
     ) -> Family:
         family = HistogramMetricFamily(name, text, labels=[*self._labels])
         family.add_metric([*self._labels.values()], buckets, total)
-        return family
-
-    def _sleep_state(self) -> Family:
-        weights = self._llm.engine.weights
-        level = 0 if weights is None else weights.sleep_level
-        text = "1 is the state that the engine is in: level 1 keeps the weights elsewhere."
-        family = GaugeMetricFamily(
-            "vllm:engine_sleep_state", text, labels=[*self._labels, "sleep_state"]
-        )
-        for index, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-            family.add_metric([*self._labels.values(), state], float(index == level))
         return family
 
     def _cache_info(self) -> Family:
@@ -256,18 +230,26 @@ class ServerMetrics:
         return InfoMetricFamily("vllm:cache_config", "Sizes of the KV cache.", labels)
 
 
-def _counter(
+def filled(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
     name: str,
     text: str,
-    labels: Mapping[str, str],
-    more: Seq[str],
     counts: Mapping[Any, float],
+    labels: Mapping[str, str],
+    *more: str,
 ) -> Family:
-    """Return a counter with `labels`, and the labels `more`, of which `counts` has tuples."""
-    family = CounterMetricFamily(name, text, labels=[*labels, *more])
+    """Return a family with `labels`, and the labels `more`, of which `counts` has tuples."""
+    family = kind(name, text, labels=[*labels, *more])
     for values, count in counts.items():
         family.add_metric([*labels.values(), *values], count)
     return family
+
+
+def http_requests(answers: Mapping[tuple[str, int], int], labels: Mapping[str, str]) -> Family:
+    """Return how many HTTP requests were answered, by path and status."""
+    counts = {(path, str(status)): count for (path, status), count in answers.items()}
+    name = "nanovllm:http_requests"
+    return filled(CounterMetricFamily, name, "HTTP requests.", counts, labels, "path", "status")
 
 
 class RequestMeter:
@@ -296,21 +278,23 @@ class RequestMeter:
     def observe(self, output: RequestOutput) -> None:
         """Count a delta of a stream, or the whole output."""
         metrics = output.metrics
-        first = self._last is None
-        if first:
+        if self._last is None:
             self._observe("request_params_n", self._params.n)
             self._observe("request_params_max_tokens", self._params.max_tokens)
+            self._record.num_prompt_tokens += len(output.prompt_token_ids)
         had_token = self._last is not None and self._last.metrics.first_token_time is not None
         if metrics.time_to_first_token is not None and not had_token:
-            self._observe("time_to_first_token_seconds", metrics.time_to_first_token)
-            self._record.first_token(metrics.time_to_first_token)
+            seconds = metrics.time_to_first_token
+            self._observe("time_to_first_token_seconds", seconds)
+            shortest = min(seconds, self._record.time_to_first_token or seconds)
+            self._record.time_to_first_token = shortest
         self._last = output
         for completion in output.outputs:
             if completion.token_ids:
                 self._count_tokens(completion, metrics)
             if completion.finish_reason is not None:
                 self._finish(completion.index, completion.finish_reason)
-        self._record.observe(output, is_first=first)
+                self._record.finish_reasons[completion.finish_reason] = None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, InvalidRequestError):
@@ -327,6 +311,7 @@ class RequestMeter:
         index = completion.index
         num_new = len(completion.token_ids)
         self._num_tokens[index] += num_new
+        self._record.num_output_tokens += num_new
         start = self._last_token[index]
         end = metrics.last_token_time
         if start is None:  # the first token follows no other
@@ -370,15 +355,13 @@ class _Page(Collector):
         self._families = families
 
     def collect(self) -> Iterable[Family]:
-        """Return the families, for `generate_latest`."""
         return self._families
 
 
 def merge(texts: Mapping[str, str], label: str, own: Iterable[Family] = ()) -> bytes:
-    """Return the samples of all texts in Prometheus' format; `label` says whose each is.
+    """Return the samples of all texts, by name, in Prometheus' format; `label` says whose each is.
 
     Args:
-        texts: in the same format, by name.
         own: families of the server itself, some of which the texts may have, too.
     """
     families: dict[str, Family] = {}
@@ -395,12 +378,3 @@ def merge(texts: Mapping[str, str], label: str, own: Iterable[Family] = ()) -> b
     for family in own:
         named(family).samples += family.samples
     return generate_latest(_Page(families.values()))
-
-
-router = APIRouter()
-
-
-@router.get("/metrics", include_in_schema=False)
-async def metrics(request: Request) -> Response:
-    found: ServerMetrics = request.app.state.server.metrics
-    return Response(await found.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""Request ids, trace contexts, and one line a request in the log: a pure ASGI middleware.
+"""The server's log, on standard error, with a line for each request; request ids.
 
 Of a request only its id, method and path get there: no prompt, no answer, no key.
 """
@@ -7,17 +7,17 @@ import dataclasses
 import json
 import logging
 import re
-import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.apps.server import pages
-from nanovllm.outputs import RequestOutput
+from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ CLIENT_CLOSED = 499
 """The status in the log of a request whose client went away before the answer began."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PLAIN = re.compile(r"[A-Za-z0-9._:/+=@,-]+")
-_PROBES = {"/health", "/ready", "/metrics", "/status.json", pages.FILE_ROUTE}
+_PROBES = {"/health", "/ready", "/metrics", pages.FILE_ROUTE}
 """Routes that are asked for every few seconds, or many times a page: their lines have the level
 DEBUG.
 """
 _MAX_PATH = 200
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,29 +38,13 @@ class RequestRecord:
     """What the log says of one HTTP request; it may have several requests of the engine."""
 
     request_id: str
-    traceparent: str | None = None
-    """The header that names the request's span, None outside of traces."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     time_to_first_token: float | None = None
     """Seconds from arrival in the engine."""
     finish_reasons: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Each that occurred, in order."""
     is_passed_on: bool = False
     """Whether an engine of its own process answers, and logs it."""
-
-    def first_token(self, seconds: float) -> None:
-        """Note the time to a first token; the shortest counts."""
-        self.time_to_first_token = min(seconds, self.time_to_first_token or seconds)
-
-    def observe(self, output: RequestOutput, *, is_first: bool) -> None:
-        """Add a delta, or a whole output; `is_first` says that it is the first of its request."""
-        if is_first:
-            self.num_prompt_tokens += len(output.prompt_token_ids)
-        for completion in output.outputs:
-            self.num_output_tokens += len(completion.token_ids)
-            if completion.finish_reason is not None:
-                self.finish_reasons[completion.finish_reason] = None
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord | None:
@@ -72,27 +56,22 @@ def record_of(scope: Mapping[str, Any]) -> RequestRecord | None:
 class RequestLog:
     """Gives each request an id, and logs it when its answer has been sent.
 
-    The id is the header X-Request-Id if the client sent one that is safe to log. It is in the
-    answer's headers, as is `traceparent` if the client sent one.
-
-    Args:
-        count: called with the path of each request's route and the status of its answer.
+    The id, which the answer has too, is the header X-Request-Id if that is safe to log. `answers`
+    counts requests by the path of their route and their status.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None] | None = None) -> None:
+    def __init__(self, app: ASGIApp, answers: Counter[tuple[str, int]]) -> None:
         self._app = app
-        self._count = count
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given_id = headers.get("x-request-id", "")
+        given_id = Headers(scope=scope).get("x-request-id", "")
         is_safe = _REQUEST_ID.fullmatch(given_id)
         record = RequestRecord(given_id if is_safe else f"req-{uuid.uuid4().hex}")
         scope.setdefault("state", {})["record"] = record
-        record.traceparent = child_traceparent(headers.get("traceparent", ""))
         status = 500
         start = time.monotonic()
         try:
@@ -102,23 +81,8 @@ class RequestLog:
             route = getattr(scope.get("route"), "path", "other")
             is_probe = route in _PROBES and status < 400
             _log(fields, is_probe=is_probe or record.is_passed_on)
-            if self._count is not None and not record.is_passed_on:
-                self._count(route, status)
-
-
-def child_traceparent(parent: str) -> str | None:
-    """Return the header `traceparent` of a new span below that of the header `parent`.
-
-    It is 00, the trace's id of 32 hexadecimal digits, the span's of 16, and two digits of flags,
-    with dashes between. None if the parent's is not valid.
-    """
-    found = _TRACEPARENT.fullmatch(parent)
-    if found is None:
-        return None
-    version, trace_id, span_id, flags, rest = found.groups()
-    if version == "ff" or (version == "00" and rest) or not int(trace_id, 16) * int(span_id, 16):
-        return None
-    return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"
+            if not record.is_passed_on:
+                self._answers[route, status] += 1
 
 
 async def _run(
@@ -131,8 +95,6 @@ async def _run(
     headers = [(b"x-request-id", request_id)]
     if "/v1/messages" in scope["path"]:
         headers.append((b"request-id", request_id))  # Anthropic's name, which its client reads
-    if record.traceparent is not None:
-        headers.append((b"traceparent", record.traceparent.encode()))
 
     async def noting_receive() -> Message:
         nonlocal is_gone
@@ -164,7 +126,6 @@ def _fields(
         "status": status,
         "duration": round(seconds, 6),
         "client": scope["client"][0] if scope.get("client") else None,
-        "trace": record.traceparent and record.traceparent.split("-")[1],
     }
     if record.num_prompt_tokens:
         found |= {
@@ -188,3 +149,47 @@ def _quoted(value: str | int | float) -> str:
     """Return a value as one word; text with other than plain characters as a JSON string."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class JSONFormatter(logging.Formatter):
+    """Formats a record as one line of JSON: time (UTC), level, logger, message.
+
+    The line of a request has its fields in `request`; an exception's traceback is in `exception`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request := getattr(record, "request", None)) is not None:
+            line["message"] = "{method} {path} {status}".format(**request)
+            line["request"] = request
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class Log:
+    """Where the server's lines go: to standard error, in the form "text" or "json".
+
+    Records of nanovllm from `level` on are written, and warnings of others.
+    """
+
+    def __init__(self, level: str, form: str) -> None:
+        self.is_plain = form == "text"
+        """Whether people read it, not programs."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_TEXT) if self.is_plain else JSONFormatter())
+        logging.basicConfig(handlers=[handler])
+        logging.getLogger("nanovllm").setLevel(level.upper())
+
+    def tell(self, message: str, level: int = logging.INFO) -> None:
+        """Tell the user who started the server something: as it is, or as a line of the log."""
+        if self.is_plain:
+            complain(message)
+        else:
+            logger.log(level, "%s", message.removeprefix("nanovllm: ").strip())

@@ -26,8 +26,8 @@ import uvicorn
 from nanovllm.apps.server.admission import AdmissionControl, shutting_down
 from nanovllm.apps.server.app import make_app
 from nanovllm.apps.server.connection import connection_class
-from nanovllm.apps.server.log_setup import Log
 from nanovllm.apps.server.middleware import MAX_HEAD_BYTES
+from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.server_options import (
     ServerOptions,
     check_options,
@@ -49,7 +49,6 @@ _KEEP_ALIVE_SECONDS = 75
 FLUSH_SECONDS = 2
 """For the answers of requests that were ended."""
 _EXIT_SECONDS = 10
-"""For the engine to end."""
 _WATCH_SECONDS = 0.5
 OTHER_FILES = 256
 """Files that the process opens besides its connections."""
@@ -112,9 +111,7 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which drains at the first signal and ends at once at the second.
 
-    Args:
-        on_start: called when clients can connect.
-        tell: called with what the user should know, and its level.
+    `on_start` is called when clients can connect, and `tell` with what the user should know.
     """
 
     def __init__(
@@ -135,13 +132,11 @@ class DrainingServer(uvicorn.Server):
         super().__init__(http_config(app, options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, and close the connections."""
         remove_socket(
             self._listener
         )  # while it is open: its path may be another server's afterwards
@@ -189,7 +184,6 @@ class EngineServer(DrainingServer):
         super().__init__(app, listener, options, requests, on_start, tell)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and watching the engine."""
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._watch_engine()))
         self._tasks.append(asyncio.create_task(self._server.metrics.watch_event_loop()))
@@ -209,11 +203,7 @@ class EngineServer(DrainingServer):
 
 @contextlib.contextmanager
 def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """Bind the socket to listen on; clients cannot connect yet.
-
-    Raises:
-        ConfigError: the address is taken, or cannot be used.
-    """
+    """Bind the socket to listen on; clients cannot connect yet. Raises ConfigError."""
     with contextlib.ExitStack() as stack:
         try:
             if options.uds:
@@ -253,7 +243,6 @@ def _bind_unix(listener: socket.socket, path: str) -> None:
 
 
 def remove_socket(listener: socket.socket) -> None:
-    """Remove the file of a Unix socket."""
     with contextlib.suppress(OSError):
         if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
             os.unlink(listener.getsockname())
@@ -294,7 +283,6 @@ def _show_banner(log: Log, server: ServerState, listener: socket.socket, seconds
 
 
 def url_of(options: ServerOptions, listener: socket.socket) -> str:
-    """Return the URL of a bound server."""
     if options.uds:
         return f"unix:{options.uds}"
     host, port, *_ = listener.getsockname()

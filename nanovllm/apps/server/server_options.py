@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from nanovllm.apps.server.log_setup import FORMATS, LEVELS
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import Parser, add_flags
@@ -27,6 +26,7 @@ from nanovllm.options.validation import (
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 """Environment variable with an API key, or several with commas between."""
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_FILES = 10**6
 """Linux lets a process open 2**20 files, by default."""
 
@@ -111,11 +111,6 @@ class ServerOptions:
     max_body_bytes: Annotated[int, check_int, 1] = 4 * 2**20
     """Maximum size of a request's body in bytes. While Python reads a string of JSON, nothing else
     runs: 5 ms for a megabyte of escapes."""
-    max_stored_responses: Annotated[int, check_int, 0] = 4096
-    """Maximum number of responses that are kept in memory, for requests of /v1/responses that go on
-    from one by its id. 0 keeps none. Those not used for longest make room."""
-    max_stored_bytes: Annotated[int, check_int, 1] = 256 * 2**20
-    """Maximum size in bytes of all responses that are kept, with their input."""
     read_timeout: Annotated[float, check_float, 0.001] = 30.0
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""
@@ -143,10 +138,10 @@ class ServerOptions:
     dev_mode: bool = False
     """Let clients pause the engine, change its weights and put it to sleep, as trainers do: see
     docs/training.md. It needs API keys, unless only this machine can reach the server."""
-    log_level: Annotated[str, check_choice, LEVELS] = "info"
+    log_level: Annotated[str, check_choice, _LEVELS] = "info"
     """Least level of what is logged: debug has the probes of /health and /metrics too, info each
     request and what the engine chose at its start."""
-    log_format: Annotated[str, check_choice, FORMATS] = "text"
+    log_format: Annotated[str, check_choice, ("text", "json")] = "text"
     """Form of the log: text, or json for a line of JSON for each record, with a request's fields in
     "request"."""
 
@@ -180,12 +175,7 @@ class ServerOptions:
 
 
 def check_options(options: ServerOptions, config: Config) -> None:
-    """Check what several options say together, before anything is loaded.
-
-    Raises:
-        ConfigError: a parser has no such name, the engine takes no adapters, or there is no
-            directory of them.
-    """
+    """Check what several options say together, before anything is loaded; raise ConfigError."""
     from nanovllm.apps.server.output_parsers.answer_format import (
         find_answer_format,  # slow to import
     )
@@ -202,11 +192,7 @@ def check_options(options: ServerOptions, config: Config) -> None:
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the API keys in the environment.
-
-    Raises:
-        ConfigError: the variable is set, and has no key.
-    """
+    """Return the API keys in the environment; raise ConfigError if the variable has none."""
     given = environment.get(API_KEY_VARIABLE, "")
     keys = tuple(key for key in given.split(",") if key)
     if given and not keys:
@@ -217,9 +203,8 @@ def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[st
 
 
 def add_server_flags(parser: Parser) -> None:
-    """Add a flag for each field of ServerOptions."""
     group = parser.add_argument_group("server")
-    add_flags(group, ServerOptions, but={"api_keys"}, defaults={})
+    add_flags(group, ServerOptions, but={"api_keys"})
     group.add_argument(
         "--api-key",
         action="append",

@@ -35,7 +35,6 @@ class _EventStream(StreamingResponse):
 
 
 DONE = "data: [DONE]\n\n"
-"""The frame at the end of a stream."""
 
 
 def error_frames(error: APIError, path: str) -> bytes:
@@ -50,12 +49,7 @@ def error_frames(error: APIError, path: str) -> bytes:
 
 
 def sse(frames: AsyncGenerator[str, None], path: str = "") -> _EventStream:
-    """Return a response that sends frames as they come.
-
-    Args:
-        frames: each is one event or several, or none.
-        path: the route, whose form an error has that `frames` raises.
-    """
+    """Return a response that sends frames as they come; errors have the form of route `path`."""
     encoded = _encoded(frames, path)
     return _EventStream(encoded, headers=_HEADERS, media_type="text/event-stream")
 
@@ -73,7 +67,6 @@ async def _encoded(frames: AsyncGenerator[str, None], path: str) -> AsyncGenerat
 
 
 def frame(event: Mapping[str, Any]) -> str:
-    """Return one event."""
     return f"data: {_json(event).decode()}\n\n"
 
 
@@ -83,11 +76,7 @@ def named_frames(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 class TextFrames:
-    """Frames that differ in one text only: the rest is made once.
-
-    Args:
-        event: its last text is TEXT.
-    """
+    """Makes frames that differ only in the last text of `event`, where it has TEXT."""
 
     TEXT = "\ufffdtext\ufffd"
 
@@ -99,7 +88,6 @@ class TextFrames:
 
 
 def json_response(answer: Mapping[str, Any]) -> Response:
-    """Return a response with an answer."""
     return Response(_json(answer), media_type="application/json")
 
 

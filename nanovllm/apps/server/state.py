@@ -4,7 +4,6 @@ import hashlib
 import time
 import uuid
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -15,22 +14,21 @@ from nanovllm.apps.server.admission import MANY_BODIES, AdmissionControl, Answer
 from nanovllm.apps.server.error_bodies import APIError
 from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.prometheus import ServerMetrics
-from nanovllm.apps.server.response_store import ResponseStore
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.engine.fair_executor import FairExecutor
+from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import listed, shown
 
 if TYPE_CHECKING:
     from nanovllm.apps.server.weight_transfer import WeightTransfer
 
 _MOST_NAMES = 8
-"""Adapters that an error lists."""
+"""Models and adapters that an error lists."""
 
 
 class ServerState:
@@ -66,7 +64,6 @@ class ServerState:
         self.answers = AnswerBudget(MANY_BODIES * options.max_body_bytes)
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
-        """The bytes of a token; none without a tokenizer."""
         self.refuses_in_pause = False
         """Whether requests that come in a pause are refused; else they wait for its end."""
         self.failure: str | None = None
@@ -76,10 +73,7 @@ class ServerState:
         self.compiling = FairExecutor(2, "nanovllm-grammar")
         """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
         self.loading = FairExecutor(1, "nanovllm-adapters")
-        """Reads adapters, one at a time."""
-        self.responses = ResponseStore(options.max_stored_responses, options.max_stored_bytes)
         self.start_time = int(time.time())
-        """Unix time in seconds."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,7 +100,6 @@ class ServerState:
 
     @cached_property
     def transfer(self) -> "WeightTransfer":
-        """The connection to a trainer that sends weights."""
         from nanovllm.apps.server.weight_transfer import WeightTransfer
 
         return WeightTransfer(self.llm)
@@ -147,17 +140,14 @@ class ServerState:
     def check_model(self, name: str | None) -> LoRARequest | None:
         """Return the adapter that a request names as its model; None is the model itself.
 
-        Raises:
-            APIError: status 404: there is no such model.
+        APIError, status 404: there is no such model.
         """
         if name in (None, *self.names, self.llm.engine.config.model):
             return None
         adapters = self.adapters.by_name
         if name in adapters:
             return adapters[name]
-        known = ", ".join(map(shown, [*self.names, *islice(adapters, _MOST_NAMES)]))
-        if len(adapters) > _MOST_NAMES:
-            known += ", ..."
+        known = listed([*map(shown, [*self.names, *adapters])], _MOST_NAMES)
         raise APIError(
             404,
             f"the model {shown(name)} does not exist; this server has {known}",
@@ -183,7 +173,7 @@ def _fingerprint(config: Config, info: WorkerInfo) -> str:
     arithmetic = info.arithmetic
     is_invariant = arithmetic is not None and arithmetic.batch_invariant
     if is_invariant:  # then the other options change no bit
-        model = config.model, config.revision, config.hf_overrides, config.merge_lora, config.seed
+        model = config.model, config.revision, config.hf_overrides, config.seed
         decisive = (*model, info.block_size, config.logprobs_mode, arithmetic)
     digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
     return f"nanovllm-{__version__}-{'invariant-' * is_invariant}{digest[:8]}"

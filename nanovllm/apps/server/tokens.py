@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -10,20 +9,15 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import render
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.protocol.chat import ChatTools, Messages
-from nanovllm.apps.server.protocol.common import RequestModel, refused
+from nanovllm.apps.server.protocol import ChatTools, Messages, RequestModel, refused
 from nanovllm.apps.server.state import ServerState, state_of
-from nanovllm.options.other_names import OtherName, other_names
+from nanovllm.options.other_names import other_names
 
 router = APIRouter(tags=["tokens"], route_class=JSONRoute)
 
 
 class TokenizeRequest(RequestModel):
-    """A text, or a conversation."""
-
-    others: ClassVar[Mapping[str, OtherName]] = other_names(
-        {"chat_template": (), "with_pieces": (False,)}
-    )
+    others = other_names({"chat_template": (), "with_pieces": (False,)})
 
     model: str | None = None
     prompt: str | None = None
@@ -45,8 +39,6 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Token ids."""
-
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
 

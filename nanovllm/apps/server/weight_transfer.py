@@ -21,21 +21,14 @@ class WeightTransfer:
     ) -> None:
         """Leave the trainer of before, and give up its update; join another one.
 
-        Arguments are those of `TransferGroup`.
-
-        Raises:
-            TransferError: the trainer cannot be reached.
+        Arguments and errors are those of `TransferGroup`.
         """
-
-        def joined() -> TransferGroup:
-            group = TransferGroup(address, port, rank, world_size, timeout)
-            group.join()
-            return group
-
         async with self._lock:
             self._leave()
             await self._llm.cancel_weight_update()
-            self._group = await asyncio.to_thread(joined)
+            self._group = await asyncio.to_thread(
+                TransferGroup, address, port, rank, world_size, timeout
+            )
 
     async def receive(
         self, names: list[str], dtype_names: list[str], shapes: list[list[int]]
@@ -71,7 +64,6 @@ class WeightTransfer:
                 raise
 
     async def leave(self) -> None:
-        """Leave the trainer."""
         async with self._lock:
             self._leave()
 

@@ -8,7 +8,7 @@ import dataclasses
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row
-from nanovllm.kernels.cpu import library, table_ops
+from nanovllm.kernels.cpu import library, ops
 from nanovllm.kernels.cpu.calls import pack_call, size_of
 from nanovllm.kernels.states import Replay, StateRows
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner, StepTensors
-from nanovllm.worker.state_table import Replays
+
+if TYPE_CHECKING:
+    from nanovllm.worker.state_table import Replays
 
 Forward = Callable[[Batch], torch.Tensor]
 """Returns hidden states [T, hidden_size]."""
@@ -154,13 +156,13 @@ class CPUGraphRunner(StepRunner):
             for i in range(num_tables)
         )
         batch = dataclasses.replace(batch, others=tuple(others))
-        self._state: table_ops.StateColumns | None = None
+        self._state: ops.StateColumns | None = None
         self._replays: Replays | None = None  # of the rows that `_replaying` is for
         if tables.state_table is not None:
             source = tables.state_table.pages
             pages = zeros(MAX_TOKENS, source.shape[1])
             write_lens = zeros(MAX_TOKENS)
-            self._state = table_ops.StateColumns(source, pages, write_lens)
+            self._state = ops.StateColumns(source, pages, write_lens)
             state = StateRows(pages, cu_seqlens_q, write_lens)
             batch = dataclasses.replace(batch, state=state)
             if tables.state_table.replays.num_drafts:
@@ -193,7 +195,7 @@ class CPUGraphRunner(StepRunner):
         seq_lens = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
         tables = self._tables
         num_tokens = sum(query_lens)
-        table_ops.batch(
+        ops.batch(
             tables.token_ids,
             tables.block_tables,
             tables.block_size,

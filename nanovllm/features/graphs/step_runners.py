@@ -16,7 +16,6 @@ from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.hooks import StepRunner
 from nanovllm.worker.kv_cache import graph_bytes
 from nanovllm.worker.network import Network
-from nanovllm.worker.timing import measure_seconds
 
 if TYPE_CHECKING:
     from nanovllm.features.graphs.cpu_graph import CPUGraphRunner, Forward
@@ -85,6 +84,8 @@ class StepRunners:
         pieces = self._pieces(tables)
         pieces.capture(piece_sizes(self._max_num_batched_tokens), progress=progress)
         if tables.platform.runs_ahead:
+            from nanovllm.worker.timing import measure_seconds
+
             prompts = partial(_prompts, tables.scratch_idx, self._network.max_model_len)
             pieces.keep_faster(prompts, partial(measure_seconds, platform=tables.platform))
         return [graphs, pieces]

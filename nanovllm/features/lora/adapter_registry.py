@@ -36,12 +36,7 @@ class Known(NamedTuple):
 
 
 class AdapterRegistry:
-    """Adapters by id. Several threads may call it at once.
-
-    Args:
-        linears: what `named_slices` returns.
-        max_rank: the largest rank.
-    """
+    """Adapters by id. Several threads may call it at once."""
 
     def __init__(self, linears: Mapping[str, Slice], max_rank: int) -> None:
         self._linears = linears

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import LinearBase, WeightModule
+from nanovllm.layers.linear import LinearBase
 from nanovllm.loading.shards import Renamed, Shard
-from nanovllm.models.family import Family
+from nanovllm.models.decoder import Family
 
 WEIGHT = ".weight"
 
@@ -47,17 +47,15 @@ class LoRATarget(NamedTuple):
     slices: list[Slice]
 
 
-def layer_targets(
-    model: nn.Module, kinds: tuple[type[WeightModule], ...] = (LinearBase,)
-) -> dict[str, LoRATarget]:
-    """Return this rank's layers of `kinds`, which adapters may change, by their module's path.
+def layer_targets(model: nn.Module) -> dict[str, LoRATarget]:
+    """Return this rank's layers that adapters may change, by their module's path.
 
     Args:
         model: with plain weights, which may be on torch's meta device.
     """
     found = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, kinds):
+        if isinstance(module, LinearBase):
             shards = [shard for shard in module.shards(prefix) if shard.name.endswith(WEIGHT)]
             names = [shard.name for shard in shards]
             if isinstance(model, Renamed):

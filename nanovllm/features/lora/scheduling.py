@@ -1,13 +1,144 @@
 """What adapters add to a scheduler: at most so many of them run at once, each in a slot."""
 
 from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any, NamedTuple
 
 from nanovllm.core.sequence import Sequence
-from nanovllm.features.lora.slot_table import SlotChoice, SlotTable
-from nanovllm.features.lora.waiting_room import Key, WaitingRoom, adapter_of
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook
+from nanovllm.scheduler.heap import Heap
+
+
+class SlotChoice(NamedTuple):
+    """Where an adapter would go."""
+
+    slot: int
+    evicted: str | None
+    """The adapter that has the slot now; None if it is free, or the adapter's own."""
+
+
+class SlotTable:
+    """Slots of adapters, by digest, in LRU order of their last admission.
+
+    Invariants, verified by tests/lora/fake_adapters.py:
+    - A slot is free, or has one adapter. At most `num_slots` adapters have one.
+    - An adapter with a pin has a slot, and keeps it.
+    - An adapter's pins are the running sequences that have it.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.slots: OrderedDict[str, int] = OrderedDict()  # the least recently admitted first
+        self._free = list(reversed(range(num_slots)))
+        self._unpinned: OrderedDict[str, None] = OrderedDict()  # those in slots, in LRU order
+        self._pins: dict[str, int] = {}  # none is 0
+
+    @property
+    def num_available(self) -> int:
+        """How many slots another adapter can have."""
+        return len(self._free) + len(self._unpinned)
+
+    @property
+    def pinned(self) -> list[str]:
+        """The adapters that running sequences have, the least recently admitted first."""
+        return [digest for digest in self.slots if digest in self._pins]
+
+    def find(self, digest: str) -> SlotChoice | None:
+        """Return where an adapter is, or would go; None if all slots are pinned."""
+        if digest in self.slots:
+            return SlotChoice(self.slots[digest], None)
+        if self._free:
+            return SlotChoice(self._free[-1], None)
+        evicted = next(iter(self._unpinned), None)
+        return None if evicted is None else SlotChoice(self.slots[evicted], evicted)
+
+    def take(self, digest: str, place: SlotChoice) -> None:
+        """Let a running sequence have an adapter, at the place that `find` returned."""
+        if digest not in self.slots:
+            if place.evicted is None:
+                assert self._free[-1] == place.slot
+                self._free.pop()
+            else:
+                del self.slots[place.evicted], self._unpinned[place.evicted]
+            self.slots[digest] = place.slot
+        self.slots.move_to_end(digest)
+        self._unpinned.pop(digest, None)
+        self._pins[digest] = self._pins.get(digest, 0) + 1
+
+    def let_go(self, digest: str) -> None:
+        """Count one running sequence less that has an adapter."""
+        self._pins[digest] -= 1
+        if self._pins[digest] == 0:
+            del self._pins[digest]
+            self._unpinned[digest] = None
+
+
+Key = Any
+"""Sorts waiting sequences as their policy does: `Policy.order` when their turn came."""
+
+
+def adapter_of(seq: Sequence) -> str:
+    """Return the digest of a sequence's adapter; it has one."""
+    assert seq.adapter is not None
+    return seq.adapter.digest
+
+
+class WaitingRoom:
+    """Waiting sequences by adapter. Each operation costs amortised O(log n)."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Sequence, Key] = {}
+        self._sequences: dict[str, Heap[Sequence]] = {}  # by adapter; none is empty
+        self._adapters: Heap[str] = Heap()  # by the key of their first sequence
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield all sequences, in no particular order."""
+        for sequences in self._sequences.values():
+            yield from sequences
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._sequences.get(adapter_of(seq), ())
+
+    def __len__(self) -> int:
+        """Return the number of adapters that are waited for."""
+        return len(self._sequences)
+
+    def add(self, seq: Sequence, key: Key) -> None:
+        """Let a sequence wait."""
+        self._keys[seq] = key
+        self._sequences.setdefault(adapter_of(seq), Heap()).set(seq, key)
+        self._sort(adapter_of(seq))
+
+    def first_of(self, digest: str) -> Sequence | None:
+        """Return the first sequence that waits for an adapter, None if there is none."""
+        waiting = self._sequences.get(digest)
+        return None if waiting is None else waiting.first()
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence that waits."""
+        digest = adapter_of(seq)
+        del self._keys[seq]
+        self._sequences[digest].remove(seq)
+        if not len(self._sequences[digest]):
+            del self._sequences[digest]
+        self._sort(digest)
+
+    def firsts(self) -> Iterator[Sequence]:
+        """Yield the first sequence of each adapter, in order. Nothing may change meanwhile.
+
+        The cost is O(log n) for each that is taken.
+        """
+        yield from (self._sequences[digest].first() for digest in self._adapters.in_order())
+
+    def _sort(self, digest: str) -> None:
+        first = self.first_of(digest)
+        if first is not None:
+            self._adapters.set(digest, self._keys[first])
+        elif digest in self._adapters:
+            self._adapters.remove(digest)
 
 
 class AdapterHook(AdmissionHook):
@@ -28,9 +159,6 @@ class AdapterHook(AdmissionHook):
     least recently used one that is pinned and not claimed. The adapter that has it gets only
     sequences that come before the claimant in the policy's order. So its running ones end, and the
     slot is free after at most the time that these take.
-
-    Args:
-        max_loras: number of slots.
     """
 
     def __init__(self, max_loras: int) -> None:
@@ -40,11 +168,6 @@ class AdapterHook(AdmissionHook):
         self._claims: dict[str, Sequence] = {}  # the claimant, by adapter that has the slot
         self._recalled: dict[str, Sequence] = {}  # back in the queue, by adapter; one for each
         self._place: SlotChoice | None = None  # of the adapter that is being admitted
-
-    @property
-    def waiting_adapters(self) -> int:
-        """Number of adapters that wait for a slot."""
-        return len(self._room)
 
     def begin_step(self) -> None:
         """Let those that can have a slot come back, and claim slots for others."""
@@ -150,12 +273,7 @@ class AdapterHook(AdmissionHook):
         )
 
     def _without_slot(self, most: int, *but: str) -> list[Sequence]:
-        """Return the first sequences that wait of adapters without a slot, in order.
-
-        Args:
-            most: how many.
-            but: leave these adapters out, too.
-        """
+        """Return the first sequences that wait of adapters without a slot, in order."""
         firsts = (
             seq
             for seq in self._room.firsts()

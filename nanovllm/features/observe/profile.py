@@ -4,6 +4,7 @@
 All methods are called between two steps, by the thread that runs the engine.
 """
 
+import dataclasses
 import time
 import weakref
 from itertools import count
@@ -22,19 +23,11 @@ from nanovllm.worker.model_runner import ModelRunner
 _numbers = count()
 
 
+@dataclasses.dataclass
 class Profile:
-    """What an engine's `start_profile` begins."""
+    """Begins and ends the profile of an engine, whose end ends the trace, too."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = weakref.ref(engine)
-        self._begin = ""  # of the files' names; empty: no profile runs
-        self._trace: Trace | None = None  # of the profile that runs; the engine's end ends it too
-
-    @property
-    def engine(self) -> LLMEngine:
-        engine = self._engine()
-        assert engine is not None
-        return engine
+    engine: LLMEngine
 
     def start(self) -> None:
         """Begin a profile, with the requests that run.
@@ -46,7 +39,7 @@ class Profile:
         """
         engine = self.engine
         engine.check_health()
-        if self._begin:
+        if engine.profile is not None:
             raise InvalidRequestError("a profile runs already: stop_profile() ends it")
         if engine.config.profile_dir is None:
             raise InvalidRequestError(
@@ -66,8 +59,7 @@ class Profile:
             trace.add_request(request)
         engine.executor.call_all(_start)
         engine.observers.append(trace)
-        self._begin = begin
-        self._trace = trace
+        engine.profile = begin, trace
 
     def stop(self) -> list[str]:
         """End the profile and return its files.
@@ -78,13 +70,12 @@ class Profile:
             EngineDeadError: the engine is down.
         """
         self.engine.check_health()
-        if not self._begin:
+        if self.engine.profile is None:
             raise InvalidRequestError("no profile runs: start_profile() begins one")
-        begin, self._begin = self._begin, ""
-        assert self._trace is not None
-        self.engine.observers.remove(self._trace)
-        self._trace.close()
-        self._trace = None
+        begin, trace = self.engine.profile
+        self.engine.profile = None
+        self.engine.observers.remove(trace)
+        trace.close()
         return [f"{begin}-engine.json", *self.engine.executor.call_all(_stop, begin)]
 
 
@@ -112,10 +103,3 @@ def _stop(runner: ModelRunner, begin: str) -> str:
     with writing("profile", path):
         found.export_chrome_trace(path)
     return path
-
-
-def profile_of(engine: LLMEngine) -> Profile:
-    """Return the one profile of `engine`, which is made when it is first asked for."""
-    if engine.profile is None:
-        engine.profile = Profile(engine)
-    return engine.profile

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from nanovllm.core.messages import Admission, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.llm_engine import Observer
 from nanovllm.engine.request import Request
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
@@ -52,11 +52,7 @@ class _TraceFile:
         return len(self.pending) >= _MAX_PENDING or now - self._last_flush >= _FLUSH_SECONDS
 
     def flush(self) -> None:
-        """Write the pending events.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the pending events. OSError: the file cannot be written."""
         self._last_flush = time.monotonic()
         if self.pending:
             data = ("," if self._size else "[") + json.dumps(self.pending)[1:-1] + "\n"
@@ -67,7 +63,6 @@ class _TraceFile:
             self._size += len(data)
 
     def close(self) -> None:
-        """End the observation. May be called again."""
         self._file.close()
 
 
@@ -88,17 +83,11 @@ class _Lane:
 
 
 class Trace(Observer):
-    """Writes what the engine reports into a file.
+    """Writes what the engine reports into the file `path`. ConfigError: it cannot be written.
 
     The lanes of sequences hold one span from arrival to end, named after the request, and in it the
-    states without a gap: waiting, prefill (one for each chunk), decode, preempted. A state lasts
-    until the next one begins. A lane is used again when its sequence has ended.
-
-    Args:
-        path: the file, which is overwritten.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    states without a gap: waiting, prefill (one for each chunk), decode, preempted. A lane is used
+    again when its sequence has ended.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,7 +113,6 @@ class Trace(Observer):
             self._add("M", place, self._start, name=what, args={"name": name})
 
     def add_request(self, request: Request) -> None:
-        """Note a request that was queued, now or before the trace began."""
         arrival = max(request.arrival_time, self._start)
         for index, seq in enumerate(request.sequences):
             if seq.is_finished:
@@ -145,7 +133,6 @@ class Trace(Observer):
                 self._prefilling[seq.seq_id] = seq.num_prompt_tokens
 
     def end(self, seq: Sequence) -> None:
-        """Note that a sequence has finished; called once for each."""
         if seq.seq_id in self._lanes:
             now = time.monotonic()
             self._end_lane(seq.seq_id, now)
@@ -153,7 +140,6 @@ class Trace(Observer):
                 self._flush(now)
 
     def begin_step(self) -> None:
-        """Note that the engine's loop begins."""
         self._mark = time.monotonic()
         if self._is_in_step:  # the last one raised an error
             self._add("i", _HOST, self._mark, s="g", name="step failed")
@@ -162,7 +148,6 @@ class Trace(Observer):
         self._is_in_step = True
 
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
-        """Note a step that was scheduled, and is launched next."""
         self._phase("schedule", schedule.step_id)
         if self._num_preemptions != scheduler.stats.num_preemptions:
             self._num_preemptions = scheduler.stats.num_preemptions
@@ -192,11 +177,9 @@ class Trace(Observer):
         self._launched.append((self._mark, args))
 
     def launched(self, schedule: Schedule) -> None:
-        """Note that the step was launched; in this process on a CPU it is computed by then."""
         self._phase("launch", schedule.step_id)
 
     def waited(self, result: StepResult) -> None:
-        """Note that a step's tokens have come."""
         self._phase("wait", result.step_id)
         if not self._launched or self._launched[0][1]["step"] > result.step_id:
             return  # it was launched before the trace began
@@ -214,7 +197,6 @@ class Trace(Observer):
         self._processed = args
 
     def end_step(self, scheduler: Scheduler) -> None:
-        """Note that the engine's loop has ended, without an error."""
         self._is_in_step = False
         if (args := self._processed) is not None:
             self._processed = None
@@ -231,8 +213,7 @@ class Trace(Observer):
         used = 100 * (1 - pool.num_free_blocks / len(pool.blocks))
         self._count("KV cache", {"percent used": used})
         running = len(scheduler.running)
-        waiting = scheduler.num_waiting
-        self._count("sequences", {"running": running, "waiting": waiting})
+        self._count("sequences", {"running": running, "waiting": scheduler.num_waiting})
         if not self._lanes:
             self._count("tokens/s", {"prompt": 0, "output": 0})
             self._rate_start = None

@@ -16,8 +16,13 @@ from torch import nn
 
 from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.errors import CheckpointError
-from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
-from nanovllm.features.pooling.module_files import DenseFile, File, LayerNormFile
+from nanovllm.features.pooling.checkpoint_files import (
+    DenseFile,
+    File,
+    LayerNormFile,
+    PoolingSettings,
+    read_settings,
+)
 from nanovllm.loading.files import check_file
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.pooling_params import PoolingParams

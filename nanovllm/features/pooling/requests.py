@@ -12,10 +12,9 @@ import numpy as np
 from nanovllm.engine.input_checks import PromptLimit, check_unicode
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
-from nanovllm.features.pooling.checkpoint_files import PoolingSettings, read_settings
-from nanovllm.features.pooling.module_files import DenseFile
+from nanovllm.features.pooling.checkpoint_files import DenseFile, PoolingSettings, read_settings
 from nanovllm.features.pooling.rank_pooling import check_layers
-from nanovllm.features.pooling.reranker import Render, Reranker, asked, messages, templated
+from nanovllm.features.pooling.reranker import Render, Reranker, Write, asked, messages, templated
 from nanovllm.features.pooling.texts import Texts
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -77,18 +76,11 @@ class PoolingRequests:
                 "left" if settings.keeps_end else "right",
             )
             if settings.activation is not None:
-                self.reranker = self._make_reranker(self.texts, settings.activation)
-
-    def _make_reranker(self, texts: Texts, activation: str) -> Reranker:
-        """Return what asks the model about a pair as its checkpoint says."""
-        settings = self.settings
-        write = None
-        if settings.template is not None and self._render is not None:
-            write = templated(self._render, settings.template)
-        elif settings.asks:
-            write = asked
-        token_ids = [self._answer(texts, each) for each in settings.answers]
-        return Reranker(texts, token_ids or [0], activation, write)
+                write: Write | None = asked if settings.asks else None
+                if settings.template is not None and render is not None:
+                    write = templated(render, settings.template)
+                token_ids = [self._answer(self.texts, each) for each in settings.answers]
+                self.reranker = Reranker(self.texts, token_ids or [0], settings.activation, write)
 
     def _answer(self, texts: Texts, answer: str | int) -> int:
         """Return the token of an answer."""
@@ -107,12 +99,8 @@ class PoolingRequests:
         return found[0]
 
     def complete(self, params: PoolingParams, prompt: Prompt) -> tuple[Prompt, PoolingParams]:
-        """Return the tokens of a prompt, and `params` as the ranks need them.
-
-        Raises:
-            InvalidRequestError: the prompt is invalid or too long, or the model cannot do what
-                `params` ask for.
-        """
+        """Return the tokens of a prompt, and `params` as the ranks need them."""
+        settings = self.settings
         dimensions = params.dimensions
         if dimensions is not None and dimensions > self.size:
             raise InvalidRequestError(
@@ -125,11 +113,6 @@ class PoolingRequests:
                 f"token_ids holds token {max(params.token_ids)}; "
                 f"{last if self._num_logits else 'this model has no logits: leave it out'}"
             )
-        if params.token_ids:  # logits follow the last token, and a label's the first
-            pooling = self._logits_pooling
-            for_ranks = PoolingParams(pooling=pooling, normalize=False, token_ids=params.token_ids)
-            return self.tokenized(prompt, params), for_ranks
-        settings = self.settings
         if dimensions is None and params.normalize:  # of what is left of the vector
             dimensions = settings.dimensions
         for_ranks = PoolingParams(
@@ -137,6 +120,9 @@ class PoolingRequests:
             normalize=settings.normalize if params.normalize is None else params.normalize,
             dimensions=dimensions,
         )
+        if params.token_ids:  # logits follow the last token, and a label's the first
+            pooling = self._logits_pooling
+            for_ranks = PoolingParams(pooling=pooling, normalize=False, token_ids=params.token_ids)
         return self.tokenized(prompt, params), for_ranks
 
     def scoring(
@@ -151,11 +137,7 @@ class PoolingRequests:
         return Scoring(self, queries, documents, params, instruction, **options)
 
     def embedding(self, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Return the output of `LLM.embed` for that of a request.
-
-        Raises:
-            NanoVLLMError: as for `pooled`.
-        """
+        """Return the output of `LLM.embed` for that of a request. See `pooled`."""
         return EmbeddingRequestOutput(
             output.request_id,
             EmbeddingOutput(pooled(output)),
@@ -163,26 +145,17 @@ class PoolingRequests:
             output.num_cached_tokens,
         )
 
-    def query_params(self, params: PoolingParams) -> PoolingParams:
-        """Return `params` with the checkpoint's prompt for queries, if they name none."""
-        return self._with_prompt(params, _QUERY_PROMPTS)
-
-    def document_params(self, params: PoolingParams) -> PoolingParams:
-        """Return `params` with the checkpoint's prompt for documents, if they name none."""
-        return self._with_prompt(params, _DOCUMENT_PROMPTS)
-
-    def _with_prompt(self, params: PoolingParams, names: Seq[str]) -> PoolingParams:
+    def with_prompt(self, params: PoolingParams, names: Seq[str]) -> PoolingParams:
+        """Return `params` with the first of the prompts `names` that the checkpoint has, if they
+        name none.
+        """
         if params.prompt_name is not None:
             return params
         name = next((name for name in names if name in self.settings.prompts), "")
         return params.clone(prompt_name=name)
 
     def tokenized(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        """Return a prompt as token ids.
-
-        Raises:
-            InvalidRequestError: it is empty, invalid or too long.
-        """
+        """Return a prompt as token ids."""
         kept = params.truncate_prompt_tokens
         tokens = prompt.token_ids
         if tokens is not None:
@@ -262,13 +235,21 @@ class Scoring:
                 "one query for all documents, or one for each"
             )
         self._pooling = pooling
+        self.prompts: list[Prompt] = []
         self._num_queries = len(queries)
         params = PoolingParams() if params is None else params
         self._is_probability = params.normalize is not False
         if max_tokens_per_doc and pooling.texts is not None:
             documents = [pooling.texts.beginning(each, max_tokens_per_doc) for each in documents]
         if pooling.reranker is not None:
-            self._ask(pooling.reranker, queries, documents, instruction, params, names)
+            before = pooling.prompt_text(params.prompt_name)
+            kept = params.truncate_prompt_tokens
+            for index, document in enumerate(documents):
+                query = queries[index % len(queries)]
+                with _naming(f"{names[1]}[{index}]"):
+                    tokens = pooling.reranker.prompt(query, document, instruction, kept, before)
+                    self.prompts.append(Prompt(token_ids=tokens))
+            self.params = [PoolingParams(token_ids=pooling.reranker.token_ids)] * len(documents)
             return
         if instruction is not None:
             raise InvalidRequestError(
@@ -277,45 +258,19 @@ class Scoring:
             )
         if pooling.settings.similarity == "cosine":
             params = params.clone(normalize=True)
-        self.prompts: list[Prompt] = []
-        for name, texts, each in zip(
-            names,
-            (queries, documents),
-            (pooling.query_params(params), pooling.document_params(params)),
-            strict=True,
+        for name, texts, prompts in (
+            (names[0], queries, _QUERY_PROMPTS),
+            (names[1], documents, _DOCUMENT_PROMPTS),
         ):
+            each = pooling.with_prompt(params, prompts)
             for index, text in enumerate(texts):
                 with _naming(f"{name}[{index}]"):
                     self.prompts.append(pooling.tokenized(Prompt(text), each))
         params = params.clone(prompt_name=None, truncate_prompt_tokens=None)
         self.params = [params] * len(self.prompts)
 
-    def _ask(
-        self,
-        reranker: Reranker,
-        queries: list[str],
-        documents: list[str],
-        instruction: str | None,
-        params: PoolingParams,
-        names: tuple[str, str],
-    ) -> None:
-        """Set the requests of a model that reads a query and a document together."""
-        kept = params.truncate_prompt_tokens
-        before = self._pooling.prompt_text(params.prompt_name)
-        self.prompts = []
-        for index, document in enumerate(documents):
-            query = queries[index % len(queries)]
-            with _naming(f"{names[1]}[{index}]"):
-                tokens = reranker.prompt(query, document, instruction, kept, before)
-                self.prompts.append(Prompt(token_ids=tokens))
-        self.params = [PoolingParams(token_ids=reranker.token_ids)] * len(self.prompts)
-
     def results(self, outputs: Seq[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair, from the outputs of the requests in their order.
-
-        Raises:
-            NanoVLLMError: a request failed, or was aborted.
-        """
+        """Return the score of each pair, from the outputs of the requests in their order."""
         return [
             ScoringRequestOutput(
                 of_pair[-1].request_id,
@@ -360,11 +315,7 @@ def pooling_requests(
     render: Render,
     causal: bool,
 ) -> PoolingRequests:
-    """Return what an engine knows of vectors and scores; see `PoolingRequests`.
-
-    Raises:
-        CheckpointError: a file of the checkpoint is invalid, or asks for what is not supported.
-    """
+    """Return what an engine knows of vectors and scores; see `PoolingRequests`."""
     hidden_size = read_config(checkpoint.config, config.dtype, config.model_family).hidden_size
     settings = read_settings(checkpoint, config.model, "last" if causal else "cls")
     check_layers(settings, hidden_size)

@@ -5,23 +5,24 @@ integers: compressed_tensors 0.20, compressors.pack_quantized and compressors.na
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.quantization.fp4 import MXFP4, NVFP4, QuantizedFp4
-from nanovllm.features.quantization.names import Names, read_names
 from nanovllm.features.quantization.quantized_fields import Field
 from nanovllm.features.quantization.quantized_fp8 import QuantizedFp8
 from nanovllm.features.quantization.quantized_integers import IntegerForm, QuantizedIntegers
 from nanovllm.features.quantization.settings import (
     MAX_GROUP,
     WHERE,
+    Names,
     check_supported,
     one_form,
     read_group_size,
+    read_names,
     read_number_type,
     read_object,
     unsupported,
@@ -78,10 +79,6 @@ def read_scheme(group: dict[str, Any], where: str, checkpoint_format: Any) -> Sc
     Args:
         where: the group stands, for errors.
         checkpoint_format: `format` of quantization_config, which the group's own replaces.
-
-    Raises:
-        CheckpointError: a field is missing, of the wrong type or out of range.
-        UnsupportedModelError: the outputs are rounded, too, or a format has no name.
     """
     if group.get("output_activations") is not None:
         raise UnsupportedModelError(f"{where}: output_activations are not supported, only null")
@@ -160,21 +157,24 @@ Raises UnsupportedModelError for a scheme that it does not take, and ConfigError
 begins or ends inside what is stored together."""
 
 
+def _check(
+    scheme: Scheme, names: list[str], rounded: Rounded | None, **supported: Collection[Any]
+) -> None:
+    """Raise UnsupportedModelError unless `rounded`, of a scheme, has supported values."""
+    part = "weights" if rounded is scheme else "input_activations"
+    for field, values in supported.items():
+        if rounded is not None and (found := getattr(rounded, field)) not in values:
+            name = "num_bits" if field == "bits" else field
+            raise UnsupportedModelError(
+                f"{names[0]}: {scheme.format} with {part}: {name} {found!r} is not supported (only "
+                f"{', '.join(map(repr, values))})"
+            )
+
+
 def _stored_int(scheme: Scheme, matrix: WeightModule, names: list[str]) -> QuantizedIntegers:
     """Return a weight whose integers are packed along the inputs, or have a byte each."""
-    rounded = scheme.inputs and scheme.inputs.type
-    checks = (
-        ("weights: type", scheme.type, ("int",)),
-        ("weights: num_bits", scheme.bits, (4, 8)),
-        ("weights: strategy", scheme.strategy, ("group", "channel")),
-        ("input_activations: type", rounded, (None, "int")),
-    )
-    for field, found, supported in checks:
-        if found not in supported:
-            raise UnsupportedModelError(
-                f"{names[0]}: {scheme.format} with {field} {found!r} is not supported (only "
-                f"{', '.join(map(repr, supported))})"
-            )
+    _check(scheme, names, scheme, type=("int",), bits=(4, 8), strategy=("group", "channel"))
+    _check(scheme, names, scheme.inputs, type=("int",))
     group = scheme.group_size
     bits = scheme.bits
     shape = None
@@ -198,27 +198,15 @@ def _stored_int(scheme: Scheme, matrix: WeightModule, names: list[str]) -> Quant
 
 
 def _stored_float(scheme: Scheme, matrix: WeightModule, names: list[str]) -> QuantizedFp8:
-    """Return how a checkpoint of compressed-tensors stores FP8 linears.
-
-    Raises:
-        UnsupportedModelError: the scheme is not implemented.
-    """
+    """Return how a checkpoint of compressed-tensors stores FP8 linears."""
     blocks: dict[str, tuple[int | None, int | None]] = {
         "tensor": (None, None),
         "channel": (1, None),
         "group": (1, scheme.group_size),
         "block": scheme.block or (None, None),
     }
-    rounded = scheme.inputs
-    found = scheme.bits, scheme.type, scheme.symmetric, scheme.strategy in blocks
-    inputs_are_fp8 = rounded is None or (rounded.bits, rounded.type) == (8, "float")
-    if found != (8, "float", True, True) or not inputs_are_fp8:
-        listed = "none" if rounded is None else f"{rounded.bits} bits, type {rounded.type}"
-        raise UnsupportedModelError(
-            f"{names[0]}: {scheme.format} of {scheme.bits} bits, type {scheme.type}, strategy "
-            f"{scheme.strategy}, symmetric {scheme.symmetric}, input_activations {listed} is not "
-            f"supported (only 8, float, {', '.join(blocks)}, True, none or 8 bits, type float)"
-        )
+    _check(scheme, names, scheme, bits=(8,), type=("float",), strategy=blocks, symmetric=(True,))
+    _check(scheme, names, scheme.inputs, bits=(8,), type=("float",))
     outputs, inputs = blocks[scheme.strategy]
     return QuantizedFp8(Field("weight_scale", torch.float32, inputs, outputs=outputs), matrix)
 
@@ -227,18 +215,10 @@ def _stored_fp4(scheme: Scheme, matrix: WeightModule, names: list[str]) -> Quant
     """Return how a checkpoint of compressed-tensors stores FP4 linears.
 
     Inputs are not rounded as `scheme.inputs` says: all kernels round less.
-
-    Raises:
-        UnsupportedModelError: no published checkpoint has this layout.
     """
     layout, strategy = _FP4_LAYOUTS[scheme.format]
-    found = (scheme.bits, scheme.type, scheme.strategy, scheme.group_size, scheme.symmetric)
-    if found != (4, "float", strategy, layout.group_size, True):
-        raise UnsupportedModelError(
-            f"{names[0]}: {scheme.format} of {scheme.bits} bits, type {scheme.type}, strategy "
-            f"{scheme.strategy}, group_size {scheme.group_size}, symmetric {scheme.symmetric} is "
-            f"not supported (only 4, float, {strategy}, {layout.group_size}, True)"
-        )
+    _check(scheme, names, scheme, bits=(4,), type=("float",), strategy=(strategy,))
+    _check(scheme, names, scheme, group_size=(layout.group_size,), symmetric=(True,))
     return QuantizedFp4(layout, matrix)
 
 

@@ -34,10 +34,6 @@ class GgufFormat(WeightFormat):
 
     The linears that are computed as one must be of the same type. A `SmallLinear` is converted: its
     outputs are gates, and inputs of weights in few bits are rounded. So are routers.
-
-    Args:
-        header: of the file.
-        quantization: what the user asks for.
     """
 
     name = "GGUF"
@@ -87,11 +83,7 @@ class GgufFormat(WeightFormat):
 
 
 class QuantizedBlocks:
-    """A weight whose blocks of `block_type` are packed as they are read, a few rows at a time.
-
-    Args:
-        like: has the shape of the weight, and is on its device.
-    """
+    """A weight whose blocks of `block_type` are packed as they are read, a few rows at a time."""
 
     def __init__(self, block_type: str, like: torch.Tensor, kernels: Kernels) -> None:
         self.block_type = self.label = block_type

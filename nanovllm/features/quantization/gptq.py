@@ -1,8 +1,13 @@
-"""Checkpoints that AutoGPTQ and GPTQModel write: 4 or 8 bits, packed along the inputs.
+"""Checkpoints that AutoGPTQ and GPTQModel write, and those of AutoAWQ with its kernel GEMM.
 
-`qweight` [in * bits / 32, out] int32, `qzeros` [groups, out * bits / 32] int32, `scales`
-[groups, out], `g_idx` [in] int32. The tensors of checkpoint_format "gptq" have one less than the
-zero point. Layout: auto-round 0.16.1, auto_round_extension/torch/qlinear_torch_zp.py.
+GPTQ: 4 or 8 bits, packed along the inputs. `qweight` [in * bits / 32, out] int32, `qzeros`
+[groups, out * bits / 32] int32, `scales` [groups, out], `g_idx` [in] int32. The tensors of
+checkpoint_format "gptq" have one less than the zero point. Layout: auto-round 0.16.1,
+auto_round_extension/torch/qlinear_torch_zp.py.
+
+AWQ: 4 bits, packed along the outputs. `qweight` [in, out / 8] int32, `qzeros` [groups, out / 8]
+int32, `scales` [groups, out]. The eight numbers of a word are in a special order. Layout:
+compressed_tensors 0.20, AutoAWQConverter.
 """
 
 from typing import Any
@@ -10,15 +15,18 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.features.quantization.names import Names, read_regex, spellings
 from nanovllm.features.quantization.quantized_fields import Field
 from nanovllm.features.quantization.quantized_integers import IntegerForm, QuantizedIntegers
 from nanovllm.features.quantization.settings import (
     WHERE,
+    Names,
     check_supported,
     one_form,
     read_group_size,
+    read_names,
     read_object,
+    read_regex,
+    spellings,
     unsupported,
 )
 from nanovllm.layers.linear import WeightFormat, WeightModule
@@ -116,3 +124,46 @@ def _only(config: dict[str, Any]) -> Names | None:
     if not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{WHERE}: {_ONLY} must be a list of names, is {shown(entries)}")
     return Names(names, f"{WHERE}: {_ONLY}")
+
+
+_AWQ_BITS = 4
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the 4 bits of each of eight neighbours are: the first in place 0, the next in 4."""
+_AWQ_EXCLUDED = "modules_to_not_convert"
+_AWQ_FIXED: dict[str, tuple[Any, ...]] = {
+    "version": (None, "gemm", "GEMM"),
+    "zero_point": (None, True),
+    "lm_head": (None, False, True),
+}
+"""Supported values of fields that change the layout."""
+
+
+class Awq(WeightFormat):
+    """The format of an AWQ checkpoint."""
+
+    name = "AWQ"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        check_supported(config, _AWQ_FIXED)
+        bits = config.get("bits", config.get("w_bit"))
+        if type(bits) is not int or bits != _AWQ_BITS:
+            raise unsupported("bits", bits, str(_AWQ_BITS))
+        group = read_group_size(config.get("group_size", config.get("q_group_size", 128)))
+        self._excluded = Names(read_names(config, _AWQ_EXCLUDED), f"{WHERE}: {_AWQ_EXCLUDED}")
+        self._form = IntegerForm(
+            f"AWQ W4A16 {'channel' if group is None else f'g{group}'}",
+            _AWQ_BITS,
+            group,
+            _packed("qweight", 1),
+            Field("scales", torch.float32, group, transposed=True),
+            _packed("qzeros", group),
+        )
+
+    def quantized(self, matrix: WeightModule, names: list[str]) -> QuantizedIntegers | None:
+        forms = [None if self._excluded.contains_text_of(name) else self._form for name in names]
+        form = one_form(names, forms, _AWQ_EXCLUDED)
+        return None if form is None else QuantizedIntegers(matrix, form)
+
+
+def _packed(suffix: str, group: int | None) -> Field:
+    return Field(suffix, torch.int32, group, "outputs", _AWQ_BITS, _AWQ_ORDER, transposed=True)

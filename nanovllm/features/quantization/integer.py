@@ -239,7 +239,7 @@ def quantize(weight: torch.Tensor, bits: int, group_size: int) -> IntTensor:
     The scale maps the largest magnitude of a group to 127 in 8 bits, and to -8 in 4 bits, whose
     range is -8 to 7 (llama.cpp's Q8_0 and Q4_0 do the same). A larger scale than float16 can hold
     becomes its largest number, but a weight that is not a number makes its scale infinite or NaN.
-    csrc/round.c computes the same.
+    csrc/linear_int.c computes the same.
     """
     n, k = weight.shape
     groups = weight.to(torch.float32, copy=True).view(n, k // group_size, group_size)

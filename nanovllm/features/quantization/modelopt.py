@@ -10,10 +10,17 @@ import torch
 
 from nanovllm.errors import CheckpointError
 from nanovllm.features.quantization.fp4 import MODELOPT_NVFP4, Fp4Layout, QuantizedFp4
-from nanovllm.features.quantization.names import ModuleList, enclosing, plain
 from nanovllm.features.quantization.quantized_fields import Field
 from nanovllm.features.quantization.quantized_fp8 import QuantizedFp8
-from nanovllm.features.quantization.settings import WHERE, one_form, read_object, unsupported
+from nanovllm.features.quantization.settings import (
+    WHERE,
+    ModuleList,
+    enclosing,
+    one_form,
+    plain,
+    read_object,
+    unsupported,
+)
 from nanovllm.layers.linear import QuantizedWeight, WeightFormat, WeightModule
 from nanovllm.options.validation import shown
 

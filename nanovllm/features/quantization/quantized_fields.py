@@ -96,11 +96,7 @@ class LoadedField:
         return [part for _, part in sorted(self._parts.items())]
 
     def shard(self, weight: Shard) -> Shard:
-        """Return what loads the field of `weight`, a part of a linear's [outputs, inputs].
-
-        Raises:
-            ConfigError: this rank's inputs begin or end inside a column.
-        """
+        """Return what loads the field of `weight`, a part of a linear's [outputs, inputs]."""
         field = self.field
         outputs, inputs = weight.shape
         rows, own_inputs = weight.target.shape
@@ -171,11 +167,7 @@ class LoadedField:
 
 
 class LoadedVector:
-    """A small tensor of each linear, such as the order of its inputs.
-
-    Args:
-        fill: what is there unless a file has it.
-    """
+    """A small tensor of each linear, such as the order of its inputs."""
 
     def __init__(
         self, suffix: str, dtype: torch.dtype, device: torch.device, fill: int = 0

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from nanovllm.features.quantization.fp8 import FP8, Fp8Weight
-from nanovllm.features.quantization.names import Names, read_names
 from nanovllm.features.quantization.quantized_fields import (
     Field,
     LoadedField,
@@ -16,7 +15,14 @@ from nanovllm.features.quantization.quantized_fields import (
     row_ranges,
 )
 from nanovllm.features.quantization.rounding import EXACT, rounded_rows
-from nanovllm.features.quantization.settings import WHERE, check_supported, one_form, unsupported
+from nanovllm.features.quantization.settings import (
+    WHERE,
+    Names,
+    check_supported,
+    one_form,
+    read_names,
+    unsupported,
+)
 from nanovllm.kernels.torch_kernels import TORCH, Kernels, LinearMethod
 from nanovllm.layers.linear import WeightFormat, WeightModule
 from nanovllm.layers.pieces import HeadLinear
@@ -38,23 +44,13 @@ _EXCLUDED = ("modules_to_not_convert", "ignored_layers")
 
 
 class Fp8Format(WeightFormat):
-    """A checkpoint whose linears are in FP8, but for some that are excluded."""
+    """A checkpoint whose linears are in FP8, but for some that are excluded: `quantization_config`
+    as those of Qwen and Mistral have it. Without a block size, a linear has one scale.
+    """
 
     name = "FP8"
 
-    def __init__(self, scale: Field, excluded: Names) -> None:
-        self.scale = scale
-        self._excluded = excluded
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Fp8Format":
-        """Read `quantization_config` as the FP8 checkpoints of Qwen and Mistral have it. Without a
-        block size, a linear has one scale.
-
-        Raises:
-            UnsupportedModelError: a setting is not implemented.
-            CheckpointError: a field has the wrong type.
-        """
+    def __init__(self, config: dict[str, Any]) -> None:
         check_supported(config, _FIXED)
         excluded = [name for key in _EXCLUDED for name in read_names(config, key)]
         sizes = config.get("weight_block_size", ())
@@ -67,8 +63,8 @@ class Fp8Format(WeightFormat):
         ):
             only = f"two integers from 1 to {_MAX_BLOCK}, such as [128, 128], or null"
             raise unsupported("weight_block_size", config.get("weight_block_size"), only)
-        scale = Field("weight_scale_inv", torch.float32, sizes[1], outputs=sizes[0])
-        return cls(scale, Names(excluded, f"{WHERE}: {' and '.join(_EXCLUDED)}"))
+        self.scale = Field("weight_scale_inv", torch.float32, sizes[1], outputs=sizes[0])
+        self._excluded = Names(excluded, f"{WHERE}: {' and '.join(_EXCLUDED)}")
 
     def excludes(self, name: str) -> bool:
         """Return whether the linear at dotted path `name` is not in FP8."""
@@ -105,11 +101,7 @@ class QuantizedFp8(QuantizedNumbers):
         yield self._scales.shard(weight)
 
     def round_to(self, quantization: str, kernels: Kernels) -> None:
-        """Let `method` round a weight that it would widen to `quantization`, in integers.
-
-        Raises:
-            ConfigError: no group size of `quantization` divides the inputs.
-        """
+        """Let `method` round a weight that it would widen to `quantization`, in integers."""
         if self._device.type == "cpu" and not self._is_exact:
             rounded_rows(quantization, torch.empty(self._shape, device="meta"), kernels)
             self._rounding = quantization

@@ -96,11 +96,7 @@ class QuantizedIntegers(QuantizedNumbers):
                 raise CheckpointError(f"{name} says {found}, the config says {expected}")
 
     def _groups(self) -> list[torch.Tensor]:
-        """Return the group of each input, [k] int64, for each part of the matrix.
-
-        Raises:
-            CheckpointError: there is no such group, or inputs are not in the order of groups.
-        """
+        """Return the group of each input, [k] int64, for each part of the matrix."""
         k = self._shape[1]
         size = self._form.group or self._shape[1]
         place = torch.arange(k, device=self._device) // size
@@ -156,11 +152,7 @@ class QuantizedIntegers(QuantizedNumbers):
         return rows.method(), f"kept in {self._form.bits} bits"
 
     def _numbers(self, start: int, stop: int) -> torch.Tensor:
-        """Return the values of rows [start, stop), [rows, k] int8.
-
-        Raises:
-            CheckpointError: one takes more bits than the format says.
-        """
+        """Return the values of rows [start, stop), [rows, k] int8."""
         values = self._values.rows(start, stop)[:, : self._shape[1]]
         limit = 2 ** (self._form.bits - 1)
         if not self._form.values.packed and self._form.bits < 8:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -49,12 +48,7 @@ class Rounding(WeightFormat):
 
 
 class RoundedWeight:
-    """Loads plain numbers, and rounds them as they come, a few rows at a time.
-
-    Args:
-        like: has the shape, dtype and device of the weight.
-        reserve: see `Rounding`.
-    """
+    """Loads plain numbers, and rounds them as they come, a few rows at a time."""
 
     def __init__(
         self,
@@ -82,27 +76,12 @@ class RoundedWeight:
         return self._rows.method()
 
 
-class RowRounder(Protocol):
-    """Rounds the rows of a weight, which come in parts of whole panels."""
-
-    at_once: int
-    """Numbers of a part, at most; see `row_ranges`."""
-
-    def store(self, start: int, values: torch.Tensor) -> None: ...
-
-    def method(self) -> LinearMethod: ...
-
-
 def rounded_rows(
     quantization: str, like: torch.Tensor, kernels: Kernels, reserve: PageReserve | None = None
-) -> RowRounder:
+) -> "_RowsInIntegers | _RowsInFp8":
     """Return what rounds the rows of a weight of `like`'s shape, dtype and device.
 
-    Args:
-        reserve: see `Rounding`.
-
-    Raises:
-        ConfigError: no group size of `quantization` divides the inputs.
+    The rows come in parts of whole panels, of at most `at_once` numbers; see `row_ranges`.
     """
     if quantization == "fp8":
         return _RowsInFp8(like, kernels)

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
-from nanovllm.features.quantization.awq import Awq
 from nanovllm.features.quantization.compressed_tensors import CompressedTensors
+from nanovllm.features.quantization.fp4 import Mxfp4Format
 from nanovllm.features.quantization.gguf import GgufFormat
-from nanovllm.features.quantization.gptq import Gptq
+from nanovllm.features.quantization.gptq import Awq, Gptq
 from nanovllm.features.quantization.integer import GROUP_SIZES
 from nanovllm.features.quantization.modelopt import ModelOpt
-from nanovllm.features.quantization.mxfp4 import Mxfp4Format
 from nanovllm.features.quantization.quantized_fp8 import Fp8Format, QuantizedFp8
 from nanovllm.features.quantization.rounding import Rounding
 from nanovllm.features.quantization.settings import UNREAD_SCALES, kv_scheme
@@ -51,7 +50,7 @@ class UserFormat(NamedTuple):
 
 
 FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
-    "fp8": Fp8Format.from_config,
+    "fp8": Fp8Format,
     "compressed-tensors": CompressedTensors,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
@@ -113,11 +112,7 @@ def user_format(config: Any) -> UserFormat | None:
 
 
 def _make_own(own: UserFormat) -> WeightFormat:
-    """Return the user's format.
-
-    Raises:
-        ConfigError: it cannot be loaded, or raises an exception that is not ours.
-    """
+    """Return the user's format."""
     found = load_class("quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
     made = at_start(own.name, "__init__()", found, own.config)
     made.name = own.name  # for errors
@@ -174,10 +169,6 @@ def expect_format(
     Args:
         known: the names of the checkpoint's tensors; empty: unknown.
         device: where the weights will lie; None: where the model is.
-
-    Raises:
-        ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
-            `WeightFormat.quantized`.
     """
     found = checkpoint_format(config)
     if found is not None:
@@ -205,13 +196,6 @@ def expect_weights(
 ) -> None:
     """Prepare the matrices of `model` for the form in which `files` have their weights, and the
     others for the rounding that the user asks for.
-
-    Args:
-        stored: the quantization_config of config.json.
-        reserve: see `Rounding`.
-
-    Raises:
-        ConfigError, UnsupportedModelError, CheckpointError: as for `expect_format`.
     """
     headers = {file: read_header(file) for file in files}
     known = {name for header in headers.values() for name in header}
@@ -238,14 +222,7 @@ def store_as(
     device: torch.device | None = None,
     kinds: tuple[type[WeightModule], ...] = _LINEARS,
 ) -> None:
-    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`.
-
-    Args:
-        known, device: see `expect_format`.
-
-    Raises:
-        ConfigError, UnsupportedModelError: as for `WeightFormat.quantized`.
-    """
+    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`."""
     # A stored weight may have no tensor of its linear's name, which decides on a prefix.
     modules = {name.rpartition(".")[0] for name in known}
     shards_of = dict(model_shards(model, {*known, *(f"{module}.weight" for module in modules)}))

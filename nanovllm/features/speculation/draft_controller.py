@@ -171,6 +171,7 @@ class DraftController:
         self, acceptance: Acceptance, num_allowed: int, num_proposed: int, num_accepted: int
     ) -> None:
         """Learn from one row of a step: its drafts allowed, proposed and accepted."""
+        assert 0 <= num_accepted <= num_proposed <= num_allowed
         if num_allowed == 0:
             return
         # Each request counts about as much as any other, however many of its drafts are tried.

@@ -33,7 +33,6 @@ class AdaptiveDrafting:
     """Adds as many drafts to the rows of a step as the controller expects to pay.
 
     Args:
-        block_manager: the scheduler's.
         follows_drafts: `DraftInfo.follows_drafts`.
     """
 
@@ -60,11 +59,7 @@ class AdaptiveDrafting:
     def extend(
         self, rows: list[Row], new_blocks: list[NewBlocks], sequences: Mapping[int, Sequence]
     ) -> tuple[list[Row], list[NewBlocks], bool]:
-        """Return a step's rows and new blocks with drafts, and whether the step may have any.
-
-        Args:
-            sequences: by id.
-        """
+        """Return a step's rows and new blocks with drafts, and whether the step may have any."""
         if self._follows_drafts:
             rows, new_blocks = self._take_back_followers(rows, new_blocks, sequences)
         if self.controller.skips_step():
@@ -110,8 +105,7 @@ class AdaptiveDrafting:
     def _add_drafts(self, rows: list[Row], sequences: Mapping[int, Sequence]) -> list[NewBlocks]:
         """Extend the `rows` of one token in place; return the blocks added to block tables.
 
-        Drafts take what the other rows left: tokens of the step, and blocks that are free. They
-        preempt no sequence.
+        Drafts take tokens and blocks that the other rows left. They preempt no sequence.
         """
         num_tokens = sum(row.num_scheduled_tokens for row in rows)
         num_samples = sum(row.samples for row in rows)

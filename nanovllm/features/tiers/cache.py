@@ -7,24 +7,22 @@ from collections.abc import Collection, Sequence as Seq
 from hashlib import sha256
 from typing import NamedTuple
 
+from nanovllm.core.messages import TierEntry
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import TierEntry
 from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import KVCacheGroup
-from nanovllm.kv.listener import CacheListener
+from nanovllm.kv.pool import CacheListener
 from nanovllm.kv.trie import Hit, Node
 
-_MAX_DISTRUSTED = 10_000
-"""Blocks of failed sequences that are remembered: a megabyte."""
+_MAX_DISTRUSTED = 10_000  # blocks of failed sequences that are remembered: a megabyte
 
 
 class TierHit(NamedTuple):
     """An entry in a tier."""
 
     tier: str
-    block_index: int
-    """Of the block to which it belongs, in the sequence."""
+    block_index: int  # of the block to which it belongs, in the sequence
     suffix: bytes
     key: bytes
     num_pages: int
@@ -35,16 +33,12 @@ class Plan:
     """How a waiting sequence gets a prefix: from the pool, and by a load."""
 
     seq: Sequence
-    num_blocks: int
-    """Blocks of the prefix."""
-    found: list[TierHit]
-    """What is loaded, in the order of the blocks."""
+    num_blocks: int  # of the prefix
+    found: list[TierHit]  # what is loaded, in the order of the blocks
     parts: list[TierEntry] = dataclasses.field(default_factory=list)
     """The same, pinned; with pages after the admission."""
-    load_id: int = -1
-    """Of the load in flight; -1 before."""
-    is_resumption: bool = False
-    """Whether the sequence had been preempted."""
+    load_id: int = -1  # of the load in flight; -1 before
+    is_resumption: bool = False  # whether the sequence had been preempted
 
     @property
     def places(self) -> list[tuple[int, bytes]]:
@@ -87,7 +81,7 @@ class TierCache(CacheListener):
         self._manager = manager
         manager.trie.digest = digest
         manager.trie.followers.append(self)
-        manager.pool.listeners.append(self)
+        manager.pool.listener = self
 
     def evicted(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
         if node.key[1] not in self._distrusted:
@@ -97,10 +91,7 @@ class TierCache(CacheListener):
         self.traffic.reuse(page)
 
     def published(self, seq: Sequence, first: int, nodes: Seq[Node]) -> None:
-        """Offer the store what is within the prompt.
-
-        Another sequence's answer may be this one's prompt. So blocks that are hit are offered, too.
-        """
+        """Offer the store what is within the prompt; also what is hit, which may be an answer."""
         if self.traffic.store is None:
             return
         num_prompt_blocks = seq.num_prompt_tokens // self._manager.block_size
@@ -113,12 +104,10 @@ class TierCache(CacheListener):
                         self.written(node, group.suffix, pages)
 
     def written(self, node: Node, suffix: bytes, pages: Seq[int]) -> None:
-        """Offer the store an entry of a prompt."""
         if node.key[1] not in self._distrusted:
             self.traffic.keep(self._key(node.key[1], suffix), pages)
 
     def distrusted(self, nodes: Seq[Node]) -> None:
-        """Forget the nodes, and never keep what is in them."""
         for node in nodes:
             self._distrusted.add(node.key[1])
             for group in self._manager.groups:
@@ -127,7 +116,6 @@ class TierCache(CacheListener):
             self.cleared()
 
     def cleared(self) -> None:
-        """Find nothing again that was kept so far."""
         self._nonce = os.urandom(16)
         self._distrusted.clear()
         self.traffic.clear()
@@ -174,20 +162,15 @@ class TierCache(CacheListener):
         return Plan(seq, num_blocks, found) if self.traffic.pays(num_pages, num_tokens) else None
 
     def waits_for(self, seq: Sequence, loading: Collection[bytes]) -> bool:
-        """Return whether the next block that the pool lacks of a prefix is one of `loading`.
-
-        Args:
-            loading: keys of KV blocks.
-        """
+        """Return whether the next block that the pool lacks has its key in `loading`."""
         index = len(self._manager.trie.match(seq))
         num_blocks = seq.longest_hit // self._manager.block_size
         suffix = self._manager.full.suffix
         return index < num_blocks and self._key(seq.kv.block_keys[index][0], suffix) in loading
 
     def _find_blocks(self, seq: Sequence, first: int) -> list[TierHit]:
-        """Return the KV blocks from index `first` on that the tiers have, up to a missing one.
-
-        They never cover more than `Sequence.longest_hit`.
+        """Return the KV blocks from index `first` on that the tiers have, up to a missing one or
+        `Sequence.longest_hit`.
         """
         found = []
         size = self._manager.block_size

@@ -1,7 +1,10 @@
 """`DirectoryStore`: entries of the prefix cache as files of a directory, PATH/<namespace>/rank<r>.
 
 A file counts only if nobody but this user could have written it. Several processes may share the
-directory.
+directory. A file has a header, then the bytes of the entry's pages. Except for its checksum, the
+header is known before the file is read and compared as a whole: nothing in a file is trusted.
+
+`make_store` makes this store, or the user's.
 """
 
 import contextlib
@@ -11,25 +14,35 @@ import hashlib
 import logging
 import os
 import stat
+import struct
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
 
 from nanovllm.errors import ConfigError
-from nanovllm.features.tiers.entry_file import MAX_KEY_BYTES, file_bytes, read_file, write_file
 from nanovllm.features.tiers.evictor import NAMESPACE, Evictor, new_temporary
 from nanovllm.features.tiers.tier import ByteStore
+from nanovllm.options.config import Config
+from nanovllm.options.plugins import at_start, load_class
 from nanovllm.options.validation import shown
 from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 60.0
-"""For how long nothing is written after a failure."""
+_PAUSE_SECONDS = 60.0  # for how long nothing is written after a failure
+# What the system may answer although the path is right, or the file may be:
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""What the system may answer although the path is right."""
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What the system answers when this process has too much of something: the file may be right."""
+MAX_KEY_BYTES = 96  # a key's hexadecimal digits are a file's name, which may have 255 bytes
+_MAGIC = b"nanovkv\n"
+_VERSION = 1  # raise it when the format of the file changes
+_HEADER = struct.Struct(f"<8sII32sQ{MAX_KEY_BYTES}s")
+"""Magic, version, length of the key, digest of the owner, bytes of data, key."""
+_CHECKSUM_BYTES = 16
+_IOV_MAX = 1024  # most buffers of one call, in Linux and macOS
 
 
 class DirectoryStore(ByteStore):
@@ -38,15 +51,13 @@ class DirectoryStore(ByteStore):
     One thread may write while others read. No method raises: an entry that cannot be had is a miss,
     and one that cannot be written is left out.
 
+    Entries of other namespaces and ranks are never read.
+
     Args:
-        path: a directory, which is made if only the last part is missing.
+        path: a directory; see `find_directory`.
         limit_bytes: for the entries of all namespaces and ranks together; those that were not used
             for longest go first.
-        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`. Entries of other
-            namespaces and ranks are never read.
-
-    Raises:
-        ConfigError: `path` is not a directory, its parent is missing, or others could write to it.
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`.
     """
 
     def __init__(
@@ -57,10 +68,8 @@ class DirectoryStore(ByteStore):
         self._base = str(self._root / namespace / f"rank{rank}")
         self._owner = hashlib.sha256(f"{namespace} {rank}".encode()).digest()
         self._evictor = Evictor(self._root, limit_bytes)
-        self._checked: set[str] = set()
-        """Directories that this user alone can change."""
-        self._bad: set[bytes] = set()
-        """Keys whose files are not entries and cannot be removed."""
+        self._checked: set[str] = set()  # directories that this user alone can change
+        self._bad: set[bytes] = set()  # keys whose files are no entries and cannot be removed
         self._resume = 0.0
         self._warned = False
 
@@ -75,17 +84,7 @@ class DirectoryStore(ByteStore):
             return False
 
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        """Fill `buffers` with the entry's bytes, in the order in which they were written.
-
-        A damaged file is removed.
-
-        Args:
-            buffers: writable and contiguous, of uint8; one a page.
-
-        Returns:
-            False if the entry is missing, damaged, another's or of another size. What is in
-            `buffers` then has no meaning.
-        """
+        """See `ByteStore`. A damaged file is removed."""
         group, path = self._place(key)
         try:
             if not key or key in self._bad or not self._is_safe(group):
@@ -113,7 +112,6 @@ class DirectoryStore(ByteStore):
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
         """Keep an entry, if there is room and it is not there. Others see all of it or nothing.
-
         After a failure nothing is written for a minute.
         """
         fits = 0 < len(key) <= MAX_KEY_BYTES and key not in self._bad
@@ -135,13 +133,9 @@ class DirectoryStore(ByteStore):
         self._warned = False
         self._evictor.added(num_bytes)
 
-    def settle(self) -> None:
-        """Wait until as many entries are removed as the limit asks for."""
-        self._evictor.settle()
-
-    def close(self) -> None:
-        """Let the store go. Entries stay."""
-        self._evictor.close()
+    def tidy(self) -> None:
+        """Remove as many entries as the limit asks for, if it is time to look."""
+        self._evictor.tidy()
 
     def _place(self, key: bytes) -> tuple[str, str]:
         """Return the directory of a key's file, and the file."""
@@ -151,9 +145,7 @@ class DirectoryStore(ByteStore):
 
     def _is_safe(self, group: str) -> bool:
         """Return whether this user alone can write to `group` and the directories above it.
-
-        Raises:
-            OSError: it is missing.
+        FileNotFoundError: it is missing.
         """
         if group in self._checked:
             return True
@@ -173,9 +165,7 @@ class DirectoryStore(ByteStore):
 
     def _make(self, group: str) -> None:
         """Make `group` and the two directories above it, if they are missing.
-
-        Raises:
-            OSError: this cannot be, or others could write to one of them.
+        OSError: this cannot be, or others could write to one of them.
         """
         for path in (os.path.dirname(self._base), self._base, group):
             with contextlib.suppress(FileExistsError):
@@ -220,11 +210,8 @@ class DirectoryStore(ByteStore):
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
     """Return directory `path` as an absolute path without symlinks; make it if its parent exists.
-
-    A directory that cannot be made, because the disk is full or read-only, counts as empty.
-
-    Raises:
-        ConfigError: it cannot be a directory of this user's alone.
+    One that cannot be made, because the disk is full or read-only, counts as empty. ConfigError: it
+    cannot be a directory of this user's alone.
     """
     name = f"kv_cache_dir {shown(os.fspath(path))}"
     try:
@@ -257,3 +244,107 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
 def _warn_not_made(directory: Path, reason: str) -> None:
     """Warn once: an engine opens its directory several times."""
     logger.warning("kv_cache_dir %s cannot be made, no KV is kept: %s", directory, reason)
+
+
+def file_bytes(num_bytes: int) -> int:
+    """Return the size of a file with `num_bytes` of data."""
+    return _HEADER.size + _CHECKSUM_BYTES + num_bytes
+
+
+def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bool:
+    """Fill `buffers` from a file of `owner` (32 bytes) and `key`; return whether it is whole."""
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    if os.fstat(fd).st_size != file_bytes(num_bytes):
+        return False
+    found = bytearray(_HEADER.size + _CHECKSUM_BYTES)
+    if not _transfer(os.preadv, fd, [memoryview(found), *buffers]):
+        return False
+    return found == _header(owner, key, num_bytes) + _checksum(buffers)
+
+
+def write_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> None:
+    """Write a new file, as `read_file` reads it."""
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
+    header = _header(owner, key, num_bytes) + _checksum(buffers)
+    if not _transfer(os.pwritev, fd, [memoryview(header), *buffers]):
+        raise OSError("the system writes no more bytes")
+
+
+def _header(owner: bytes, key: bytes, num_bytes: int) -> bytes:
+    return _HEADER.pack(_MAGIC, _VERSION, len(key), owner, num_bytes, key)
+
+
+def _checksum(buffers: Seq[memoryview]) -> bytes:
+    digest = xxh3_128()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
+
+
+def _transfer(
+    call: Callable[[int, Seq[memoryview], int], int], fd: int, buffers: Seq[memoryview]
+) -> bool:
+    """Read or write all of `buffers` from the file's start; False if the system stops before."""
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    offset = 0
+    while rest:
+        count = call(fd, rest[:_IOV_MAX], offset)
+        if count <= 0:
+            return False
+        offset += count
+        while rest and count >= rest[0].nbytes:
+            count -= rest.pop(0).nbytes
+        if count:
+            rest[0] = rest[0][count:]
+    return True
+
+
+class CheckedStore(ByteStore):
+    """A store of the user's: what it raises is logged, once, and counts as a miss."""
+
+    def __init__(self, store: ByteStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._warned = False
+
+    def has(self, key: bytes) -> bool:
+        return bool(self._asked("has()", self._store.has, key))
+
+    def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
+        return bool(self._asked("read()", self._store.read, key, buffers))
+
+    def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
+        self._asked("write()", self._store.write, key, buffers)
+
+    def tidy(self) -> None:
+        self._asked("tidy()", self._store.tidy)
+
+    def close(self) -> None:
+        self._asked("close()", self._store.close)
+
+    def _asked(self, call: str, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return method(*args)
+        except (Exception, SystemExit) as error:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            reason = f"{call} raised {type(error).__name__}: {error}"
+            logger.log(level, "%s: %s; what it should give is computed", self._name, reason)
+            return None
+
+
+def store_class(value: str) -> type[ByteStore]:
+    """Return the class that the option kv_store names."""
+    return load_class("kv_store", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
+
+
+def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
+    """Return the store that the options ask for; None for none. ConfigError: it cannot be made."""
+    if config.kv_store is not None:
+        name = f'kv_store="{config.kv_store}"'
+        found = store_class(config.kv_store)
+        return CheckedStore(at_start(name, "__init__()", found, namespace, rank), name)
+    if config.kv_cache_dir is not None:
+        limit = int(config.kv_cache_dir_gib * 2**30)
+        return DirectoryStore(config.kv_cache_dir, limit, namespace, rank)
+    return None

@@ -13,11 +13,9 @@ from nanovllm.kernels.cpu.ops import copy_pages
 from nanovllm.utils.memory import lazy_zeros, populate, return_pages
 from nanovllm.worker.kv_pool import KVPool
 
-_BYTES_AHEAD = 32 * 2**20
-"""Bytes of memory kept ready after the last slot in use."""
+_BYTES_AHEAD = 32 * 2**20  # bytes of memory kept ready after the last slot in use
 
-Buffers = list[memoryview]
-"""One a page, [page_bytes] uint8 each."""
+Buffers = list[memoryview]  # one a page, [page_bytes] uint8 each
 
 
 class PageCopies(Protocol):
@@ -27,8 +25,7 @@ class PageCopies(Protocol):
     call the rest, each waits until its copy is done, and these pages do not change meanwhile.
     """
 
-    page_bytes: int
-    """Of a page, as it lies in a slot and in a file."""
+    page_bytes: int  # of a page, as it lies in a slot and in a file
 
     def mark(self) -> Any:
         """Return a mark after all steps launched so far."""
@@ -53,12 +50,9 @@ class PageCopies(Protocol):
 
 class HostPages:
     """The `PageCopies` of a CPU: the pool is host memory itself, so files are read straight into
-    its pages and written straight from them.
+    its pages, which are contiguous, and written straight from them.
 
     The system gives memory for a slot when it is first written, so low slots come first.
-
-    Args:
-        pool: its pages are contiguous, as on each CPU.
     """
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:

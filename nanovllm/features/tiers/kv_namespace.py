@@ -31,8 +31,7 @@ from nanovllm.platform import Platform
 from nanovllm.utils.distributed import broadcast_from_first, gather_to_first, tensor_parallel
 from nanovllm.worker.network import Network
 
-_FORMAT = 1
-"""Raise it when keys or the bytes of an entry change their meaning."""
+_FORMAT = 1  # raise it when keys or the bytes of an entry change their meaning
 _PACKAGES = ("torch", "nanovllm", "triton", "flash-attn")
 _PACKAGE = Path(nanovllm.__file__).parent
 _COMPUTING = (
@@ -60,9 +59,7 @@ which decides nothing else."""
 
 def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
     """Return the namespace of the KV that `network`, which is loaded, computes: that of all ranks.
-
-    Args:
-        weights: made before the network was loaded.
+    `weights` were found before.
     """
     attention = network.attention
     kernels = network.kernels
@@ -87,8 +84,8 @@ def kv_namespace(network: Network, weights: WeightSnapshot) -> str:
 
 
 def _of_all_ranks(own: str, device: torch.device) -> str:
-    """Return a digest of what each rank found, in hexadecimal: a rank's KV depends on the weights
-    and the machines of all of them. All ranks call it.
+    """Return a digest of what each rank found: a rank's KV depends on the weights and the machines
+    of all of them, which call this.
     """
     if tensor_parallel().size == 1:
         return own

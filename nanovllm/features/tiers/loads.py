@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from nanovllm.core.messages import Schedule, StepResult
+from nanovllm.core.messages import HOST, Load, Loaded, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.transfers import HOST, Load, Loaded
 from nanovllm.features.tiers.cache import Plan, TierCache
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook
@@ -56,9 +55,8 @@ class LoadHook(AdmissionHook):
         return self.traffic.has_unsent
 
     def holds(self, seq: Sequence) -> bool:
-        """Park a sequence if it needs blocks that are being loaded.
-
-        Otherwise many prompts with a common prefix would each load it, and hold its blocks.
+        """Park a sequence if it needs blocks that are being loaded: many prompts with a common
+        prefix load it once.
         """
         if not self._loads or not self.cache.waits_for(seq, self._loading_keys):
             return False

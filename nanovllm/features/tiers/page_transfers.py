@@ -1,6 +1,6 @@
 """Moves entries of the prefix cache between the pool and its tiers, in threads parallel to steps.
 
-core/transfers.py has the messages.
+core/messages.py has the messages.
 """
 
 import contextlib
@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 
-from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry
+from nanovllm.core.messages import HOST, Load, Loaded, TierEntry
 from nanovllm.features.tiers.host_pages import PageCopies
 from nanovllm.features.tiers.tier import ByteStore
 
 logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
-_LOW_PRIORITY = 10
-"""Of the thread that writes: it gives way to the steps."""
-_CLOSE_SECONDS = 4.0
-"""How long `close` waits for what is still to be written."""
+_LOW_PRIORITY = 10  # of the thread that writes: it gives way to the steps
+_CLOSE_SECONDS = 4.0  # how long `close` waits for what is still to be written
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,8 +51,6 @@ class _Load:
 
 @dataclasses.dataclass(eq=False)
 class _Write:
-    """An entry that is to be written to the store."""
-
     part: TierEntry
     mark: Any
 
@@ -69,10 +65,6 @@ class PageTransfers:
 
     One thread writes, `_NUM_LOADERS` others load: a step waits for none of them, except in
     `release` and `wait`. One condition guards everything.
-
-    Args:
-        copies: of the pool and of host memory.
-        store: None without one.
     """
 
     def __init__(self, copies: PageCopies, store: ByteStore | None) -> None:
@@ -102,8 +94,7 @@ class PageTransfers:
             for page in given & self._writes.keys():
                 write = self._writes.get(page)
                 if write is not None and write is not self._writing:
-                    with contextlib.suppress(ValueError):  # Ctrl-C kept it out of the queue
-                        self._queue.remove(write)
+                    self._queue.remove(write)
                     self._forget(write)
             loads = self._give_up(lambda part: not given.isdisjoint(part.pages))
             self._changed.wait_for(
@@ -111,10 +102,8 @@ class PageTransfers:
             )
 
     def save(self, parts: Seq[TierEntry]) -> None:
-        """Copy entries to host memory, before the steps that are launched next.
-
-        Where two entries have a slot, the later one stays. A load that still reads one of the slots
-        is given up: nothing waits for it any more.
+        """Copy entries to host memory, before the steps that are launched next. Of two in one slot
+        the later one stays. A load that still reads a slot is given up: nothing waits for it.
         """
         pairs = (zip(part.slots, part.pages, strict=True) for part in parts)
         page_of = dict(itertools.chain.from_iterable(pairs))
@@ -148,7 +137,6 @@ class PageTransfers:
             for part in parts:
                 if self._writes.keys().isdisjoint(part.pages):  # otherwise it is already queued
                     write = _Write(part, mark)
-                    # In this order: even after Ctrl-C, `release` knows what is in the queue.
                     self._writes.update(dict.fromkeys(part.pages, write))
                     self._queue.append(write)
             self._changed.notify_all()
@@ -162,10 +150,7 @@ class PageTransfers:
 
     def take_ended(self, smallest: Callable[[list[int]], list[int]]) -> list[Loaded]:
         """Return the loads that have ended on all ranks, with the parts that are right on all, and
-        forget them.
-
-        Args:
-            smallest: returns the smallest of the ranks' numbers, for each; all ranks call it.
+        forget them. `smallest` returns the smallest of the ranks' numbers, each.
         """
         if not self._loads:
             return []
@@ -184,9 +169,8 @@ class PageTransfers:
         return taken
 
     def close(self) -> None:
-        """Give up the loads, write what is queued, and end the threads.
-
-        In a forked process this does nothing: the threads and the files are its parent's.
+        """Give up the loads, write what is queued, and end the threads; in a forked process these
+        are its parent's.
         """
         if os.getpid() != self._pid:
             return
@@ -284,4 +268,5 @@ class PageTransfers:
             self._writing = None
             self._forget(write)
             self._changed.notify_all()
+        store.tidy()
         return True

@@ -14,10 +14,10 @@ import torch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import TierInfo, WorkerInfo
 from nanovllm.errors import ConfigError, OutOfMemoryError
+from nanovllm.features.tiers.directory import make_store
 from nanovllm.features.tiers.host_pages import HostPages, PageCopies
 from nanovllm.features.tiers.kv_namespace import kv_namespace
 from nanovllm.features.tiers.page_transfers import PageTransfers
-from nanovllm.features.tiers.store import make_store
 from nanovllm.features.tiers.weight_files import WeightSnapshot
 from nanovllm.platform.cpu import available_memory
 from nanovllm.utils.distributed import broadcast_from_first, smallest, tensor_parallel
@@ -34,14 +34,9 @@ _MEASURE_SECONDS = 0.15
 
 
 class RankTiers(WorkerHook):
-    """Moves pages as `Schedule.transfers` says, between `open` and `free`.
-
-    Args:
-        files: the network's, found before they were loaded.
-
-    Raises:
-        ConfigError: `kv_offload_gib` or `kv_cache_dir_gib` holds no page, or no `PageCopies` is
-            for this device.
+    """Moves pages as `Schedule.transfers` says, between `open` and `free`. The network's `files`
+    were found before they were loaded. ConfigError: a limit of the options holds no page, or no
+    `PageCopies` is for this device.
     """
 
     def __init__(self, runner: ModelRunner, files: WeightSnapshot) -> None:
@@ -58,11 +53,7 @@ class RankTiers(WorkerHook):
         self._close: Callable[[], object] | None = None
 
     def open(self, info: WorkerInfo, run: Callable[[list[Row]], object]) -> WorkerInfo:
-        """Make host memory and threads for the pool; measure a few steps and copies.
-
-        Raises:
-            OutOfMemoryError: there is not enough memory.
-        """
+        """Make host memory and threads for the pool; measure a few steps and copies."""
         pool = self._network.pool
         self._require_memory(pool)
         if self._platform.in_host_memory:
@@ -90,10 +81,7 @@ class RankTiers(WorkerHook):
         self._close = None
 
     def give_back(self) -> None:
-        """Give a CPU's host memory of the tier to the system, while no step runs.
-
-        Nothing is on its way between pool and tiers then. The caller asks for no slot's old values.
-        """
+        """Give a CPU's host memory to the system. Nobody asks for a slot's old values any more."""
         if self._transfers is not None and isinstance(self._copies, HostPages):
             self._transfers.release(range(self._network.num_blocks))
             self._copies.give_back()
@@ -133,10 +121,8 @@ class RankTiers(WorkerHook):
         return smallest([host_bytes // needed], self._device)[0]
 
     def _require_memory(self, pool: KVPool) -> None:
-        """Check that this machine's ranks can fill host memory in addition to a CPU's pool.
-
-        Raises:
-            OutOfMemoryError: it cannot.
+        """Raise OutOfMemoryError if this machine's ranks cannot fill host memory besides a CPU's
+        pool.
         """
         needed = self._num_slots * pool.page_bytes
         if self._platform.in_host_memory:
@@ -152,10 +138,7 @@ class RankTiers(WorkerHook):
             )
 
     def _token_seconds(self, info: WorkerInfo, run: Callable[[list[Row]], object]) -> float:
-        """Return how long a prompt's token takes: of a few, and of more if they are fast.
-
-        They are written to page 0, which is zeroed again.
-        """
+        """Return how long a prompt's token takes: of a few, and of more if they are fast."""
         most = min(info.max_num_batched_tokens, info.max_model_len, _MOST_TOKENS)
         size = min(_FIRST_TOKENS, most)
         seconds = self._seconds_of(size, run)

@@ -8,45 +8,10 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
-from typing import Protocol
 
-from nanovllm.core.transfers import HOST, STORE, TierEntry
+from nanovllm.core.messages import HOST, STORE, TierEntry
 
-_MAX_FORGOTTEN = 4096
-"""Keys of failed loads that a `StoreTier` knows: half a megabyte."""
-
-
-class Tier(Protocol):
-    """Copies of entries, by key. The workers move their contents."""
-
-    name: str
-    """`TierEntry.tier`."""
-    page_seconds: float
-    """Expected seconds to load a page; 0.0 while nothing is known."""
-
-    def find(self, key: bytes) -> bool:
-        """Return whether the tier has an entry."""
-        ...
-
-    def offer(self, key: bytes, pages: Seq[int]) -> TierEntry | None:
-        """Return how an entry gets into the tier; None if it is there, or if there is no room.
-
-        Args:
-            pages: of the pool, which hold the entry.
-        """
-        ...
-
-    def begin(self, key: bytes) -> TierEntry:
-        """Return how an entry that was found is loaded, without its pages. Until `end` it stays."""
-        ...
-
-    def end(self, part: TierEntry) -> None:
-        """Note that a load of an entry is over."""
-        ...
-
-    def forget(self, key: bytes) -> None:
-        """Find an entry no more, unless it is offered again."""
-        ...
+_MAX_FORGOTTEN = 4096  # keys of failed loads that a `StoreTier` knows: half a megabyte
 
 
 class ByteStore(ABC):
@@ -67,18 +32,16 @@ class ByteStore(ABC):
 
     @abstractmethod
     def read(self, key: bytes, buffers: Seq[memoryview]) -> bool:
-        """Fill `buffers` with the entry's bytes, in the order in which they were written.
-
-        Args:
-            buffers: writable and contiguous, of uint8; one a page.
-
-        Returns:
-            False if the entry is missing, damaged or of another size: it is computed then.
+        """Fill `buffers`, one a page, of uint8, with the entry's bytes in their order. Return False
+        if the entry is missing, damaged or of another size: it is computed then.
         """
 
     @abstractmethod
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
         """Keep an entry, if there is room. The buffers' memory is used again after the call."""
+
+    def tidy(self) -> None:  # noqa: B027
+        """Make room for later entries. Called after a write, when no step waits for its pages."""
 
     def close(self) -> None:  # noqa: B027
         """Let the store go. Entries stay."""
@@ -93,15 +56,15 @@ class _Entry:
 class HostSlots:
     """The host memory tier: entries of one or more pages, the least recently used evicted first.
 
-    The workers have as many slots, each for one page, and copy what its parts say.
+    The workers have as many slots, each for one page. `page_seconds` is how long loading a page is
+    expected to take; 0.0 while nothing is known.
 
     Invariants, verified by tests/tiers/invariants.py:
     - A slot is free, or belongs to one entry.
     - An entry that is being loaded is pinned: its slots are not reused.
 
-    An entry that was loaded stays here. So the next eviction of it from the pool copies nothing,
-    and a load that fails or is given up loses nothing. Every operation costs O(slots that it
-    touches).
+    An entry that was loaded stays here: the next eviction of it from the pool copies nothing. Every
+    operation costs O(slots that it touches).
     """
 
     name = HOST
@@ -109,17 +72,19 @@ class HostSlots:
     def __init__(self, num_slots: int, page_seconds: float = 0.0) -> None:
         self.num_slots = num_slots
         self.page_seconds = page_seconds
-        # Low ones first: untouched memory takes no memory.
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_slots)))  # low ones first: touched memory is taken
         self._entries: dict[bytes, _Entry] = {}
         self._unpinned: OrderedDict[bytes, None] = OrderedDict()  # LRU order
         self._pinned: dict[int, _Entry] = {}  # by their first slot; forgotten ones, too
 
     def find(self, key: bytes) -> bool:
+        """Return whether the tier has an entry."""
         return key in self._entries
 
     def offer(self, key: bytes, pages: Seq[int]) -> TierEntry | None:
-        """Give slots to an entry; None if it has some, or if too many are pinned. See `Tier`."""
+        """Return how an entry, which is in these pages, gets into the tier; None if it is there, or
+        if too many slots are pinned.
+        """
         if key in self._entries:
             if key in self._unpinned:
                 self._unpinned.move_to_end(key)
@@ -136,6 +101,7 @@ class HostSlots:
         return TierEntry(self.name, key, list(pages), slots)
 
     def begin(self, key: bytes) -> TierEntry:
+        """Return how an entry that was found is loaded, without its pages. Until `end` it stays."""
         entry = self._entries[key]
         entry.num_pins += 1
         self._pinned[entry.slots[0]] = entry
@@ -143,6 +109,7 @@ class HostSlots:
         return TierEntry(self.name, key, [], list(entry.slots))
 
     def end(self, part: TierEntry) -> None:
+        """Note that a load of an entry is over."""
         entry = self._pinned[part.slots[0]]
         entry.num_pins -= 1
         if entry.num_pins == 0:
@@ -153,6 +120,7 @@ class HostSlots:
                 self._free += entry.slots
 
     def forget(self, key: bytes) -> None:
+        """Find an entry no more, unless it is offered again."""
         entry = self._entries.pop(key, None)
         if entry is not None and entry.num_pins == 0:
             del self._unpinned[key]
@@ -165,13 +133,11 @@ class HostSlots:
 
 
 class StoreTier:
-    """A `ByteStore`. It evicts what it likes, so a load from it may fail.
+    """The tier of a `ByteStore`, with the methods of `HostSlots`. The store evicts what it likes,
+    so a load may fail.
 
     An entry whose load failed is not found until it is written again. Only the last
     `_MAX_FORGOTTEN` are known: an earlier one may be found, and its load fail once more.
-
-    Args:
-        has: whether the store has an entry. Cheap: it is called for each block of a prompt.
     """
 
     name = STORE
@@ -200,3 +166,6 @@ class StoreTier:
         self._forgotten[key] = None
         if len(self._forgotten) > _MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
+
+
+Tier = HostSlots | StoreTier

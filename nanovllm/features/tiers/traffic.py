@@ -7,12 +7,11 @@ next step has to move.
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from nanovllm.core.transfers import HOST, Load, Loaded, TierEntry, Transfers
+from nanovllm.core.messages import HOST, Load, Loaded, TierEntry, Transfers
 from nanovllm.features.tiers.tier import HostSlots, StoreTier, Tier
-from nanovllm.scheduler.stats import TierStats
+from nanovllm.scheduler.scheduler import TierStats
 
-SMOOTHING = 0.25
-"""Weight of the newest measurement of a tier's seconds per page."""
+SMOOTHING = 0.25  # weight of the newest measurement of a tier's seconds per page
 DECAY = 0.9
 """Each time that a tier is too slow, it is believed to be so much faster. So it is tried again."""
 
@@ -24,10 +23,7 @@ class TierTraffic:
     - Each part that waits to be stored lies in pages that keep its contents until the next step.
     - A host entry is pinned once for each load in flight that reads it.
 
-    Args:
-        host: None: there is no host memory.
-        store: None: there is no byte store.
-        token_seconds: to compute a prompt's token; 0.0: unknown, and each load pays.
+    Computing a prompt's token takes `token_seconds`; 0.0: that is unknown, and each load pays.
     """
 
     def __init__(
@@ -60,12 +56,7 @@ class TierTraffic:
         return next((tier.name for tier in self.tiers if tier.find(key)), None)
 
     def pays(self, num_pages: Counter[str], num_tokens: int) -> bool:
-        """Return whether a load is expected to be faster than computing.
-
-        Args:
-            num_pages: by tier.
-            num_tokens: that need not be computed then.
-        """
+        """Return whether loading these pages, by tier, should be faster than computing tokens."""
         self._too_slow = []
         seconds = sum(self._by_name[name].page_seconds * n for name, n in num_pages.items())
         if not self.token_seconds or seconds < self.token_seconds * num_tokens:
@@ -74,9 +65,8 @@ class TierTraffic:
         return False
 
     def retry_slow(self) -> None:
-        """Take tiers that were too slow for an admission to be a little faster than they were.
-
-        So each is tried again in the end. It is called once an admission, however long that waited.
+        """Take tiers that were too slow for an admission to be a little faster than they were: so
+        each is tried again in the end. Called once an admission, however long that waited.
         """
         for name in self._too_slow:
             self._by_name[name].page_seconds *= DECAY
@@ -154,9 +144,8 @@ class TierTraffic:
         return transfers
 
     def undo(self, transfers: Transfers) -> None:
-        """Forget what a failed step may not have stored. The next one ends what it should end.
-
-        What was to be stored next may be a copy that the failed step did not make.
+        """Forget what a failed step may not have stored, and what was to be stored next: it may be
+        a copy that the step did not make. The next step ends what this one should have ended.
         """
         for part in [*transfers.stores, *self._evicted]:
             if part.tier == HOST and self.host is not None:

@@ -22,16 +22,13 @@ from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-"""Raise it when `_hash` or what is remembered changes."""
+_FORMAT = 1  # raise it when `_hash` or what is remembered changes
 _CHUNK_BYTES = 16 * 2**20
 """Threads hash chunks of this size side by side. The file's digest is that of the chunks' digests,
 as in a hash tree of two levels."""
-_BUFFER_BYTES = 2**18
-"""What is read at once: it stays in a core's cache until it is hashed."""
+_BUFFER_BYTES = 2**18  # what is read at once: it stays in a core's cache until it is hashed
 _MAX_THREADS = 8
-_MAX_REMEMBERED = 256
-"""Files remembered; those that were not used for longest are forgotten."""
+_MAX_REMEMBERED = 256  # files remembered; those that were not used for longest are forgotten
 _RECENT_SECONDS = 2.0
 """A file may change again within one tick of the clock of its file system, with the same times. So
 one that changed just now is not remembered."""
@@ -108,11 +105,7 @@ def _identity(file: Path) -> _Identity:
 
 
 def _hash(files: Seq[Path]) -> list[str]:
-    """Return the digest of each of `files`: read in parallel, in hexadecimal.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the digest of each of `files`: read in parallel, in hexadecimal."""
     if not files:
         return []
     start = time.monotonic()

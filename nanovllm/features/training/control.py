@@ -7,6 +7,7 @@ rank is in features/training/rank_weights.py.
 """
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from nanovllm.engine.commands import fulfil
+from nanovllm.engine.engine_thread import fulfil
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
 from nanovllm.features.training.packets import NamedTensor, Packet
@@ -24,33 +25,21 @@ from nanovllm.options.validation import listed, shown
 Command = Callable[[], Any]
 
 
+@dataclasses.dataclass(eq=False)
 class Interruption:
-    """One call. With mode "wait", other commands run between its own: aborts, metrics, a resume.
+    """One call. With mode "wait", other commands run between its own: aborts, metrics, a resume."""
 
-    Args:
-        check: raises if the engine cannot be interrupted.
-        act: interrupts it, and aborts requests if `mode` says so.
-        refusal: why requests that come while this call waits are refused; None: this is a pause,
-            and they wait for its end.
-
-    Attributes:
-        outcome: what `act` returned or raised, after it has waited.
-    """
-
-    def __init__(
-        self,
-        control: "WeightControl",
-        mode: str,
-        check: Callable[[], None],
-        act: Command,
-        refusal: str | None,
-    ) -> None:
-        self._control = control
-        self._mode = mode
-        self.check = check
-        self.act = act
-        self.refusal = refusal
-        self.outcome: Future[None] = Future()
+    control: "WeightControl"
+    mode: str
+    check: Callable[[], None]
+    """Raises if the engine cannot be interrupted."""
+    act: Command
+    """Interrupts it, and aborts requests if `mode` says so."""
+    refusal: str | None
+    """Why requests that come while this call waits are refused; None: this is a pause, and they
+    wait for its end."""
+    outcome: Future[None] = dataclasses.field(default_factory=Future)
+    """What `act` returned or raised, after it has waited."""
 
     @property
     def is_pause(self) -> bool:
@@ -61,17 +50,17 @@ class Interruption:
 
         If one fails, or the caller leaves before the last, `fail` must be called.
         """
-        if self._mode != "wait":
+        if self.mode != "wait":
             yield self.act
             return
-        yield partial(self._control.begin_wait, self)
+        yield partial(self.control.begin_wait, self)
         while not self.outcome.done():
-            yield self._control.wait_step
+            yield self.control.wait_step
         yield self.outcome.result
 
     def fail(self) -> None:
         """Wait no more: the engine goes on as before."""
-        self._control.leave_wait(self)
+        self.control.leave_wait(self)
 
 
 TAGS = ("weights", "kv_cache")
@@ -127,20 +116,11 @@ class WeightControl:
                 raise InvalidRequestError(reason)
 
     def pause(self, mode: str, clear_cache: bool) -> Interruption:
-        """Return a call that launches no step until `resume`; requests in flight end as `mode`
-        says, or are kept.
-
-        Its commands raise:
-            InvalidRequestError: mode is unknown; or requests are to be awaited that cannot run, or
-                a resume comes while they are.
-        """
+        """Return a call that launches no step until `resume`. See `pause_generation`."""
 
         def check() -> None:
             self.engine.check_health()
-            if mode not in PAUSE_MODES:
-                raise InvalidRequestError(
-                    f"mode {shown(mode)} must be one of {', '.join(PAUSE_MODES)}"
-                )
+            _check_mode(mode, PAUSE_MODES)
             if mode == "wait" and self.engine.is_paused and (reason := self._reason()):
                 raise InvalidRequestError(f'mode "wait" cannot await requests: {reason}')
 
@@ -158,11 +138,7 @@ class WeightControl:
         return Interruption(self, mode, check, act, None)
 
     def resume(self) -> None:
-        """Go on after `pause`, also one that still waits; without one nothing changes.
-
-        Raises:
-            InvalidRequestError: the weights or the pool are away, or the weights are not whole.
-        """
+        """Go on after `pause`, also one that still waits; without one nothing changes."""
         self.engine.check_health()
         if self.engine.is_paused and (reason := self._reason()):
             raise InvalidRequestError(f"the engine stays paused: {reason}")
@@ -175,11 +151,7 @@ class WeightControl:
         self.engine.queue_held_requests()
 
     def begin_wait(self, call: Interruption) -> None:
-        """Let the requests in flight finish before `call` acts, with those that a pause has kept.
-
-        Raises:
-            NanoVLLMError: what `call.check` raises.
-        """
+        """Let requests in flight finish before `call` acts, also those that a pause has kept."""
         call.check()
         engine = self.engine
         if call.is_pause:
@@ -223,13 +195,7 @@ class WeightControl:
         self.engine.queue_held_requests()
 
     def sleep(self, level: int, mode: str) -> Interruption:
-        """Return a call that gives back the memory of weights and KV pool; requests in flight end
-        as `mode` says.
-
-        Its commands raise:
-            InvalidRequestError: level or mode is unknown, or an update of the weights runs.
-            ConfigError: the weights cannot be kept.
-        """
+        """Return a call that gives back the memory of weights and KV pool."""
 
         def check() -> None:
             if isinstance(level, bool) or level not in (1, 2):
@@ -237,7 +203,7 @@ class WeightControl:
                     f"sleep level {shown(level)} must be 1 (keep the weights in a file) or 2 "
                     "(forget them)"
                 )
-            _check_mode(mode)
+            _check_mode(mode, MODES)
             self._require_no_update("sleep()")
 
         def act() -> None:
@@ -261,11 +227,7 @@ class WeightControl:
         self._call(RankWeights.sleep)
 
     def wake_up(self, tags: Seq[str] | None) -> bool:
-        """Take the memory back; return whether nothing sleeps any more.
-
-        Raises:
-            InvalidRequestError: a tag is unknown.
-        """
+        """Take the memory back; return whether nothing sleeps any more."""
         self.engine.check_health()
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
@@ -283,9 +245,6 @@ class WeightControl:
 
         Args:
             owner: what alone may load tensors, and finish; None: any call may.
-
-        Its commands raise:
-            InvalidRequestError: one has begun already, or the weights sleep, or mode is unknown.
         """
 
         def check() -> None:
@@ -294,7 +253,7 @@ class WeightControl:
                 raise InvalidRequestError(
                     'the weights sleep: call wake_up(["weights"]) before update_weights'
                 )
-            _check_mode(mode)
+            _check_mode(mode, MODES)
 
         def act() -> None:
             check()
@@ -310,53 +269,33 @@ class WeightControl:
         self, infos: Seq[NewTensor], whole: bool, every: bool, owner: object | None = None
     ) -> None:
         """Check tensors of an update before any is written. See `RankWeights.check`."""
-        if self.is_updating:
+        if self.is_updating or not whole:
             self._require_update(owner)
         self._call(RankWeights.check, infos, whole, every)
 
-    def check_part(self, infos: Seq[NewTensor]) -> None:
-        """Check tensors of an update of several calls before they are there."""
-        self._require_update(None)
-        self._call(RankWeights.check, infos, False)
-
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
-        """Write tensors, or let ranks keep them until the rest of their layer comes.
-
-        Raises:
-            InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
-        """
+        """Write tensors, or let ranks keep them until the rest of their layer comes."""
         self._require_update(owner)
         self._call(RankWeights.load, tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
-        """End an update: requests run again, with the new version on their outputs.
-
-        Raises:
-            InvalidRequestError: no update of `owner` has begun, or a part of a rounded layer is
-                missing.
-        """
-        self._require_update(owner)
-        missing = _union(self._call(RankWeights.finish))
-        outputs = self.engine.output_processor
-        last = outputs.weight_version
-        following = last + 1 if isinstance(last, int) else f"{last}+1"
-        outputs.weight_version = following if version is None else version
-        self._missing = missing
-        self.is_updating = False
-        self._owner = None
-        self._call(RankWeights.settle)
-
-    def end(self, version: int | str | None) -> None:
-        """Do `finish`; if that fails, `fail`.
-
-        Raises:
-            InvalidRequestError: as for `check_version`, which ends nothing, and for `finish`.
+        """End an update: requests run again, with the new version on their outputs. If that fails,
+        the update has failed; an invalid version ends nothing.
         """
         check_version(version)
+        self._require_update(owner)
         try:
-            self.finish(version)
+            missing = _union(self._call(RankWeights.finish))
+            outputs = self.engine.output_processor
+            last = outputs.weight_version
+            following = last + 1 if isinstance(last, int) else f"{last}+1"
+            outputs.weight_version = following if version is None else version
+            self._missing = missing
+            self.is_updating = False
+            self._owner = None
+            self._call(RankWeights.settle)
         except BaseException:
-            self.fail()
+            self.fail(owner)
             raise
 
     def cancel(self) -> bool:
@@ -438,9 +377,9 @@ def _union(of_ranks: Iterable[list[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(MODES)}")
+def _check_mode(mode: str, modes: Seq[str]) -> None:
+    if mode not in modes:
+        raise InvalidRequestError(f"mode {shown(mode)} must be one of {', '.join(modes)}")
 
 
 def check_version(version: int | str | None) -> None:

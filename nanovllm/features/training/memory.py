@@ -66,10 +66,6 @@ class HeldWeights:
         self.tensors = [torch.empty(0, dtype=torch.uint8).set_(each) for each in found.values()]
         self.opaque = list(opaque.values())
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     def give_back(self) -> None:
         """Give the memory to the system. What is in it is lost, except in small tensors."""
         for tensor in self.tensors:

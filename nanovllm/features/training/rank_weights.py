@@ -155,13 +155,10 @@ class RankWeights:
     def _targets_of(
         self, infos: Seq[NewTensor], before: Mapping[Weight, set[Region]]
     ) -> list[list[ShardTarget]]:
-        """Return what each tensor fills.
+        """Return what each tensor fills; refuse one that fills what another of the update fills.
 
         Args:
             before: what the update has filled.
-
-        Raises:
-            InvalidRequestError: one is wrong, or fills what another of the update fills.
         """
         found = [self.targets.of(*info) for info in infos]
         given = {(weight, region) for weight, own in before.items() for region in own}
@@ -211,11 +208,7 @@ class RankWeights:
             self._wanted.pop((weight, region), None)
 
     def finish(self) -> list[str]:
-        """Write the layers of which parts came; return the names of tensors that must still come.
-
-        Raises:
-            InvalidRequestError: a part of a rounded layer is missing.
-        """
+        """Write the layers of which parts came; return the tensors that must still come."""
         _require_whole({weight: self._given[weight] for weight in self._staged})
         for weight in list(self._staged):
             missing = weight.regions.keys() - self._given[weight]

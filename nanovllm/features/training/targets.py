@@ -15,8 +15,8 @@ from nanovllm.errors import InvalidRequestError, UnsupportedModelError
 from nanovllm.layers.experts import PER_EXPERT, StackedLinear, StoredExperts
 from nanovllm.layers.linear import WeightModule
 from nanovllm.loading.shards import Shard, model_shards
+from nanovllm.models.decoder import Family
 from nanovllm.models.expert_parts import NUMBERED
-from nanovllm.models.family import Family
 from nanovllm.options.validation import shown
 from nanovllm.worker.model_loader import make_modules
 from nanovllm.worker.network import Network

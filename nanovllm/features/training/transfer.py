@@ -5,8 +5,7 @@ What is broadcast, the control plane says: names, dtypes and shapes come by HTTP
 
 import ipaddress
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,6 @@ from nanovllm.options.validation import did_you_mean, shown
 
 PREFIX = "nanovllm-weights"
 """Of the group's keys in the store."""
-_POLL_SECONDS = 0.02
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -32,126 +30,68 @@ _DTYPES = {
 
 
 class TransferGroup:
-    """A trainer, which is rank 0, and engines. It is none of torch's groups by name.
+    """The group of a trainer, which is rank 0, and engines. It is none of torch's groups by name.
 
     Args:
-        address: of the machine of rank 0, as the others reach it.
-        port: of the store that rank 0 has there; 0 at rank 0 takes a free one.
+        address, port: of the trainer's store.
+        rank: of this engine.
         timeout: seconds to wait for the others, and for a tensor.
 
     Raises:
-        TransferError: the store cannot be reached in time.
+        TransferError: the store cannot be reached, or another rank does not come, in time.
     """
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout: float) -> None:
-        self.rank = rank
-        self._world_size = world_size
-        self._address = address
         self._timeout = timedelta(seconds=timeout)
-        self._group: Any = None  # a ProcessGroupGloo, of which torch's types know little
         try:
-            self._store = self._lead(port) if rank == 0 else self._reach(port)
+            with socket.create_connection((address, port), timeout):
+                pass  # torch says at length what it cannot reach
+            store = TCPStore(address, port, world_size, is_master=False, timeout=self._timeout)
         except (OSError, RuntimeError, ValueError) as error:  # ValueError: no name of a machine
             raise TransferError(
                 f"the trainer's store at {address:.100}:{port} cannot be reached: "
                 f"{_first_line(error)}"
             ) from error
-
-    def _lead(self, port: int) -> TCPStore:
-        """Return a store at this address alone; torch's own would listen at all."""
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        with socket.socket(family) as listener:
-            listener.bind((self._address, port))
-            listener.listen()
-            self.port: int = listener.getsockname()[1]
-            return TCPStore(
-                self._address,
-                self.port,
-                self._world_size,
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-
-    def _reach(self, port: int) -> TCPStore:
-        with socket.create_connection((self._address, port), self._timeout.total_seconds()):
-            pass  # torch says at length what it cannot reach
-        self.port = port
-        return TCPStore(
-            self._address, port, self._world_size, is_master=False, timeout=self._timeout
-        )
-
-    def join(self, check: Callable[[], object] = lambda: None) -> None:
-        """Connect all ranks.
-
-        Args:
-            check: called while rank 0 waits for the others; may raise.
-
-        Raises:
-            TransferError: another rank did not come in time.
-        """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        store = PrefixStore(PREFIX, self._store)
-        store.set(f"here/{self.rank}", "")
-        others = [f"here/{rank}" for rank in range(1, self._world_size)]
-        while self.rank == 0 and not store.check(others) and time.monotonic() < deadline:
-            check()
-            time.sleep(_POLL_SECONDS)
-        gloo: Any = ProcessGroupGloo
+        gloo: Any = ProcessGroupGloo  # of which torch's types know little
         options = gloo._Options()
         options._timeout = self._timeout
-        if _is_loopback(self._address):  # the name of this machine may have another address
-            options._devices = [gloo.create_device(hostname=self._address)]
+        if _is_loopback(address):  # the name of this machine may have another address
+            options._devices = [gloo.create_device(hostname=address)]
         else:
             options._devices = [gloo.create_default_device()]
         try:
-            self._group = gloo(store, self.rank, self._world_size, options)
+            self._group: Any = gloo(PrefixStore(PREFIX, store), rank, world_size, options)
         except RuntimeError as error:
             raise TransferError(
-                f"the ranks of the transfer did not meet within {self._timeout.total_seconds():g} "
-                f"s: {_first_line(error)}"
+                f"the ranks of the transfer did not meet within {timeout:g} s: {_first_line(error)}"
             ) from error
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous tensor of the CPU from rank 0, or fill it at another rank.
+    def receive(self, infos: Iterable[NewTensor]) -> list[NamedTensor]:
+        """Return the tensors that the trainer broadcasts next.
 
         Raises:
-            TransferError: the other end has gone, or is too slow.
+            TransferError: the trainer has gone, or is too slow.
         """
-        if self._group is None:
-            raise TransferError("the transfer of weights has ended: begin another one")
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        if not tensor.numel():
-            return
-        try:
-            self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
-        except RuntimeError as error:
-            raise TransferError(
-                f"the other end of the transfer has gone: {_first_line(error)}"
-            ) from error
-
-    def receive(self, infos: Iterable[NewTensor]) -> list[NamedTensor]:
-        """Return the tensors that rank 0 broadcasts next.
-
-        Raises:
-            TransferError: as for `broadcast`.
-        """
         found = []
         for info in infos:
             tensor = torch.empty(info.shape, dtype=info.dtype)
-            self.broadcast(tensor)
+            try:
+                if tensor.numel():
+                    self._group.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+            except RuntimeError as error:
+                raise TransferError(
+                    f"the other end of the transfer has gone: {_first_line(error)}"
+                ) from error
             found.append((info.name, tensor))
         return found
 
     def close(self) -> None:
         """Leave the group; those who wait for this rank get an error."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.shutdown()
+        self._group.shutdown()
 
 
 def tensor_infos(

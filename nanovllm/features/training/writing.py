@@ -13,16 +13,12 @@ from nanovllm.kernels.cpu.packed import OneDnnWeight
 from nanovllm.kernels.torch_kernels import LinearMethod
 from nanovllm.layers.linear import base_method
 from nanovllm.loading.shards import Shard
+from nanovllm.worker.model_loader import pack
 from nanovllm.worker.network import Network
-from nanovllm.worker.weight_forms import pack
 
 
 def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
-    """Give a weight new `values`, in its first form: rounded and packed as when it was loaded.
-
-    Raises:
-        UnsupportedModelError: the layer's form cannot be changed in place.
-    """
+    """Give a weight new `values`, in its first form: rounded and packed as when it was loaded."""
     if weight.parameter is not None:
         weight.parameter.data.copy_(values)
         return
@@ -62,11 +58,7 @@ def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> LinearMe
 
 
 def _overwrite(name: str, old: LinearMethod, new: LinearMethod | torch.Tensor) -> None:
-    """Copy what `new` holds to the memory of `old`, which holds a tensor as it is if `new` is one.
-
-    Raises:
-        UnsupportedModelError: they hold different things.
-    """
+    """Copy what `new` holds, or the tensor that it is, to the memory of `old`."""
     targets = list(tensors_of(old))
     sources = list(tensors_of(new))
     fits = type(old) is type(new) or isinstance(new, torch.Tensor)

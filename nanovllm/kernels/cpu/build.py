@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.calls import SOURCES, pack_call
+from nanovllm.kernels.cpu.calls import CSRC, DISPATCH, SOURCES, c_files, pack_call
 from nanovllm.utils import disk_cache
 
 logger = logging.getLogger(__name__)
@@ -149,14 +149,15 @@ def _key(command: list[str], version: bytes) -> str:
     """Return a hash of all that decides the code."""
     sources = [(path.name, path.read_bytes()) for path in SOURCES]
     processor = (os.uname().machine, processor_name(), sorted(processor_flags()))
-    decisive = (sources, command, version, processor)
+    decisive = (sources, DISPATCH, command, version, processor)
     return hashlib.sha256(repr(decisive).encode()).hexdigest()[:24]
 
 
 def _compile(command: list[str], library: Path) -> None:
     """Compile the sources side by side, and link them to `library`."""
-    objects = {s: str(library.with_name(f"{s.stem}.o")) for s in SOURCES if s.suffix == ".c"}
-    _run(*([*command, "-c", str(source), "-o", output] for source, output in objects.items()))
+    objects = {str(s): str(library.with_name(f"{s.stem}.o")) for s in c_files(library.parent)}
+    command = [*command, f"-I{CSRC}"]
+    _run(*([*command, "-c", source, "-o", output] for source, output in objects.items()))
     _run([*command, "-shared", *objects.values(), "-o", str(library), "-lm"])
     if not library.is_file():
         raise Unavailable(f"{_name(command)} reports success and writes no library")
@@ -277,7 +278,7 @@ def _self_test(kernels: ctypes.CDLL) -> None:
     y = torch.full((37, 70), torch.nan, dtype=torch.bfloat16)
     w, p, inputs, outputs = (tensor.data_ptr() for tensor in (weight, packed, x, y))
     calls = pack_call("nv_pack", [w, p, 70, 608])
-    calls += pack_call("nv_linear", [inputs, 608, p, 0, outputs, 37, 70, 608])
+    calls += pack_call("nv_linear", [inputs, 608, 0, p, 0, outputs, 70, 0, 37, 1, 70, 608, 0, 0])
     if kernels.nv_run(calls, 2, -1, -1, torch.get_num_threads()):
         raise Unavailable("there is no memory for a small product")
     expected = x.double() @ weight.double().T

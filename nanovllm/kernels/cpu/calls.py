@@ -1,16 +1,75 @@
-"""How Python writes a call of a C kernel, for `nv_run` to read: see csrc/run.c."""
+"""How Python calls a C kernel: a call is bytes, which `nv_run` of csrc/run.c reads.
 
+A kernel is a function of csrc whose name begins with nv_ and whose first argument is a team. The
+types of its arguments are read where it is defined.
+"""
+
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanovllm.kernels.cpu.signatures import KERNELS
-
-SOURCES = sorted(Path(__file__).with_name("csrc").glob("*.[ch]"))
+CSRC = Path(__file__).with_name("csrc")
+SOURCES = sorted(CSRC.glob("*.[ch]"))
 CALL_BYTES = 8 * 26
 """A call has CALL_WORDS words of 64 bits: the kernel's number, its arguments, padding."""
 
+_DEFINITION = re.compile(r"^void (nv_\w+)\(team \*\w+, ([^)]+)\) \{", re.MULTILINE)
+_ARGUMENTS = {
+    name: " ".join(arguments.split())
+    for source in SOURCES
+    if source.suffix == ".c"
+    for name, arguments in _DEFINITION.findall(source.read_text())
+}
+_KINDS = {"ptrdiff_t": "N", "float": "F", "token_count": "T", "row_count": "R"}
+_WORDS = {
+    "P": "a[{}].p",
+    "N": "a[{}].n",
+    "F": "(float)a[{}].f",
+    "T": "tokens < 0 ? a[{}].n : tokens",
+    "R": "rows < 0 ? a[{}].n : rows",
+}
+"""How C reads an argument of each kind from the words of a call."""
+
+
+def _kinds_of(arguments: str) -> str:
+    return "".join("P" if "*" in each else _KINDS[each.split()[0]] for each in arguments.split(","))
+
+
+KERNELS = {name: _kinds_of(arguments) for name, arguments in _ARGUMENTS.items()}
+"""The arguments of each kernel, in the order of the kernels' numbers: a letter an argument.
+
+P: a pointer; N: an integer; F: a float; T: the number of tokens; R: of rows.
+"""
+
+
+def _case(name: str, kinds: str) -> str:
+    words = [_WORDS[kind].format(index) for index, kind in enumerate(kinds)]
+    return f"case {_NUMBERS[name]}: {name}({', '.join(['t', *words])}); break;"
+
+
 _NUMBERS = {name: number for number, name in enumerate(KERNELS)}
+DISPATCH = "\n".join(
+    [
+        '#include "kernels.h"',
+        *(f"void {name}(team *t, {arguments});" for name, arguments in _ARGUMENTS.items()),
+        "void run_call(team *t, const word *call, ptrdiff_t tokens, ptrdiff_t rows) {",
+        "const word *a = call + 1;",
+        "switch (call->n) {",
+        *(_case(name, kinds) for name, kinds in KERNELS.items()),
+        "}",
+        "}",
+        "",
+    ]
+)
+"""The C code that calls a kernel by its number."""
+
+
+def c_files(directory: Path) -> list[Path]:
+    """Return the files to compile, with CSRC as include path. Write DISPATCH to `directory`."""
+    dispatch = directory / "run_call.c"
+    dispatch.write_text(DISPATCH)
+    return [dispatch, *(source for source in SOURCES if source.suffix == ".c")]
 
 
 def _format(kinds: str) -> struct.Struct:

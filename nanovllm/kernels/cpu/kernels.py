@@ -1,16 +1,17 @@
 """`Kernels` on a CPU. Each class adds what it computes faster to that of its base."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nanovllm.kernels import torch_experts
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import OneDnnWeight, PackedWeight, use_onednn
-from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 from nanovllm.kernels.torch_kernels import HeadWeight, Kernels, LinearMethod
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.torch_experts import ExpertMLP, Routing
 
 
 class OneDnnKernels(Kernels):
@@ -52,10 +53,10 @@ class CKernels(CSamplingKernels):
     wide_linear = staticmethod(ops.wide_linear)
     route = staticmethod(ops.route)
 
-    def experts(self, x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+    def experts(self, x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
         if ops.supports_experts(x, mlp):
             return ops.experts(x, routing, mlp)
-        return torch_experts.experts(x, routing, mlp)
+        return super().experts(x, routing, mlp)
 
     def head_linear(
         self, x: torch.Tensor, weight: HeadWeight, out: torch.Tensor, kept: int = 0

@@ -113,8 +113,7 @@ def torch_on_one_thread() -> Iterator[None]:
 
 class _Thread(threading.local):
     recorder: Recorder | None = None
-    num_threads: int | None = None
-    """CPU threads of a kernel; None: as many as torch uses."""
+    num_threads: int | None = None  # CPU threads of a kernel; None: as many as torch uses
 
 
 _thread = _Thread()

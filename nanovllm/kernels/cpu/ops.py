@@ -1,46 +1,32 @@
-"""The C kernels as functions of tensors: what layers, mixtures of experts and samplers call.
+"""The C kernels as functions of tensors: what layers, mixtures of experts and samplers call; at the
+end those that read the device tables.
 
 `Kernels` says what those of its names do. Models are in bfloat16; logits may have any float dtype.
 Shapes and layouts are not checked, except in `supports_experts`: a wrong one corrupts memory.
 """
 
+from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.build import PANEL
 from nanovllm.kernels.cpu.packed import Panels, PanelWeight
 from nanovllm.kernels.states import Replay, StateRows, States
-from nanovllm.kernels.torch_experts import (
-    ACTIVATIONS,
-    ExpertChoice,
-    ExpertLinear,
-    ExpertMLP,
-    Groups,
-    Routing,
-)
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
-_ACTIVATIONS = {
-    name: number
-    for number, name in enumerate(
-        (
-            "silu",
-            "gelu_tanh",
-            "sigmoid",
-            "swiglu_oai",
-            "identity",
-            "gelu",
-            "relu",
-            "relu2",
-            "softplus",
-        )
-    )
-}
-"""The numbers of the activations in csrc/elementwise.c."""
+if TYPE_CHECKING:
+    from nanovllm.kernels.adapters import AdapterRows, AdapterTable
+    from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Routing
+
+_ACTIVATIONS = (
+    *("silu", "gelu_tanh", "sigmoid", "swiglu_oai", "identity"),
+    *("gelu", "relu", "relu2", "softplus"),
+)
+"""In the order of their numbers in csrc/activations.h."""
 
 _CHUNK = 128
 """Logits of a chunk; see csrc/sampling.c."""
@@ -57,7 +43,7 @@ def add_rms_norm(
     out = torch.empty_like(residual)
     rows = residual.numel() // residual.shape[-1]
     n = residual.shape[-1]
-    library.call("nv_add_rms_norm", x, residual, weight, out, rows, n, eps, kind, multiplier)
+    library.call("nv_add_rms_norm", x, residual, n, weight, out, n, rows, n, eps, kind, multiplier)
     return out
 
 
@@ -77,7 +63,7 @@ def add_layer_norm(
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> None:
     rows, n = residual.shape
-    library.call("nv_add_rms_norm", x, residual, None, None, rows, n, 0.0, NORM_ROUNDED, 1.0)
+    library.call("nv_add_rms_norm", x, residual, n, None, None, n, rows, n, 0.0, NORM_ROUNDED, 1.0)
 
 
 def rms_norm(
@@ -89,7 +75,8 @@ def rms_norm(
 ) -> torch.Tensor:
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype) if out is None else out
-    library.call("nv_rms_norm", x, x.stride(0), weight, out, out.stride(0), rows, n, eps, kind)
+    rows_of_x = None, x, x.stride(0)
+    library.call("nv_add_rms_norm", *rows_of_x, weight, out, out.stride(0), rows, n, eps, kind, 1.0)
     return out
 
 
@@ -97,7 +84,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
     """Return a view of `gate_up`, contiguous, whose first half is overwritten."""
     rows, width = gate_up.shape
     up = gate_up.data_ptr() + width // 2 * gate_up.element_size()
-    numbers = rows, width // 2, _ACTIVATIONS[activation]
+    numbers = rows, width // 2, _ACTIVATIONS.index(activation)
     library.call("nv_mul_act", gate_up, width, 1, up, width, gate_up, width, *numbers)
     return gate_up[:, : width // 2]
 
@@ -106,14 +93,14 @@ def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tenso
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype)
     inputs = gate, gate.stride(0), n // gate.shape[1], x, x.stride(0)
-    library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS[activation])
+    library.call("nv_mul_act", *inputs, out, n, rows, n, _ACTIVATIONS.index(activation))
     return out
 
 
 def act(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return `x`, contiguous, which is overwritten."""
     rows, n = x.shape
-    library.call("nv_mul_act", x, n, 1, None, 0, x, n, rows, n, _ACTIVATIONS[activation])
+    library.call("nv_mul_act", x, n, 1, None, 0, x, n, rows, n, _ACTIVATIONS.index(activation))
     return x
 
 
@@ -131,11 +118,9 @@ def copy_rows(
     x_rows: torch.Tensor | None = None,
     y_rows: torch.Tensor | None = None,
 ) -> None:
-    """Copy row x_rows[t] of `x` [.., n] to row y_rows[t] of `y` [.., n], for each t.
+    """Copy row x_rows[t] of `x` [.., n] bfloat16 to row y_rows[t] of `y` [.., n]; None: row t.
 
-    Args:
-        x, y: bfloat16; their rows may lie apart.
-        x_rows, y_rows: [t] int64; None: row t, where `x` has t rows if both are None.
+    The rows of both may lie apart.
     """
     num_rows = len(x if x_rows is None else x_rows)
     library.call(
@@ -149,12 +134,8 @@ def copy_pages(
     targets: Sequence[int],
     into: torch.Tensor | None = None,
 ) -> None:
-    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets`.
-
-    No target is a source.
-
-    Args:
-        into: what the targets are rows of, as wide as `pool`; None: `pool` itself.
+    """Copy rows `sources` of `pool` [pages, even number of bytes] uint8 to rows `targets` of `into`
+    or, without it, of `pool` itself. No target is a source.
     """
     halves = pool.view(torch.bfloat16)
     others = halves if into is None else into.view(torch.bfloat16)
@@ -179,47 +160,21 @@ def store(
     v_norm: bool = False,
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepare q, k and v, store k and v in the cache, and return q [t, heads, dim].
-
-    The keyword arguments are the fields of `attention.backend.QKNormRope`.
+    """Do what `Backend.store` says; the keyword arguments are the fields of `QKNormRope`.
 
     Args:
-        qkv: [t, (heads + 2 kv_heads) * dim], contiguous: q, k and v. With kv_heads once, the values
-            are the keys before their norm and rotation; without, nothing is stored.
         positions: [t] int64, rows of `cos_sin` and `q_scale`.
         slot_mapping: [t] int64.
-        kv_cache: [kv_heads, blocks, 2, block_size, width] bfloat16, in the layout of cache.h; its
-            heads and its blocks may lie apart. An 8-bit KV cache is int8 and has two more bytes per
-            token: the token's scale. [kv_heads, blocks, 1, block_size, width]: only keys are
-            stored.
+        kv_cache: in the layout of `CPUBackend`; its heads and its blocks may lie apart.
     """
     num_kv_heads, _, halves, block_size, _ = kv_cache.shape
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=torch.bfloat16)
     kv_parts = (qkv.shape[1] // head_dim - num_heads) // num_kv_heads
+    tensors = qkv, q_weight, k_weight, cos_sin, q_scale, positions, slot_mapping, q, kv_cache
+    heads = len(qkv), num_heads, num_kv_heads, kv_parts
     sizes = head_dim, cos_sin.shape[1], block_size, halves, 8 * kv_cache.element_size()
-    library.call(
-        "nv_store",
-        qkv,
-        q_weight,
-        k_weight,
-        cos_sin,
-        q_scale,
-        positions,
-        slot_mapping,
-        q,
-        kv_cache,
-        *_distances(kv_cache),
-        len(qkv),
-        num_heads,
-        num_kv_heads,
-        kv_parts,
-        *sizes,
-        eps,
-        kind,
-        after_rotation,
-        interleaved,
-        v_norm,
-    )
+    options = eps, kind, after_rotation, interleaved, v_norm
+    library.call("nv_store", *tensors, *_distances(kv_cache), *heads, *sizes, *options)
     return q
 
 
@@ -237,48 +192,25 @@ def attention(
     sinks: torch.Tensor | None = None,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    """Return attention of q [t, heads, dim] over a paged KV cache; see `Backend.attend`.
+    """Return attention [t, heads, value_dim or dim] over a paged cache: see `Backend.attend`.
 
     A row's result is the same, bit for bit, whatever the other rows are, and however a sequence is
     cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
 
     Args:
-        block_tables: [rows, width] int32.
-        cu_seqlens_q: [rows + 1] int32.
-        seq_lens: [rows] int32.
         causal, scale, window, softcap, value_dim: as in `AttentionSpec`; only causal attention has
             windows.
-        sinks: [heads] float32; None: there are none.
-
-    Returns:
-        [t, heads, value_dim or dim].
     """
     num_kv_heads, _, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
     value_dim = value_dim or head_dim
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype)
-    library.call(
-        "nv_attention",
-        q,
-        out,
-        kv_cache,
-        *_distances(kv_cache),
-        block_tables,
-        block_tables.shape[1],
-        cu_seqlens_q,
-        seq_lens,
-        sinks,
-        len(seq_lens),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        value_dim,
-        block_size,
-        8 * kv_cache.element_size(),
-        window or 0 if causal else -1,
-        head_dim**-0.5 if scale is None else scale,
-        softcap,
-    )
+    tables = block_tables, block_tables.shape[1], cu_seqlens_q, seq_lens, sinks, len(seq_lens)
+    sizes = num_heads, num_kv_heads, head_dim, value_dim, block_size, 8 * kv_cache.element_size()
+    visible = window or 0 if causal else -1
+    factor = head_dim**-0.5 if scale is None else scale
+    cache = kv_cache, *_distances(kv_cache)
+    library.call("nv_attention", q, out, *cache, *tables, *sizes, visible, factor, softcap)
     return out
 
 
@@ -289,9 +221,10 @@ def head_linear(
     panels. A token's result is the same, bit for bit, whatever the other tokens are.
     """
     tokens, heads, size = x.shape
-    places = x, x.stride(0), x.stride(1), weight.panels.packed, out, out.stride(0), out.stride(1)
+    inputs = x, x.stride(0), x.stride(1), weight.panels.packed, None
+    outputs = out, out.stride(0), out.stride(1)
     sizes = tokens, heads, out.shape[2] - kept, size - kept, kept, turned
-    library.call("nv_head_linear", *places, *sizes)
+    library.call("nv_linear", *inputs, *outputs, *sizes)
 
 
 def _distances(kv_cache: torch.Tensor) -> tuple[int, int]:
@@ -387,11 +320,8 @@ def gated_rms_norm(
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     inputs = x, x.stride(0), gate, gate.stride(0), weight, size if weight.dim() == 2 else 0
-    numbers = tokens, heads, size, eps
-    if gate_first:
-        library.call("nv_norm_of_gated", *inputs, out, *numbers)
-    else:
-        library.call("nv_gated_rms_norm", *inputs, out, *numbers, sigmoid)
+    kind = 2 if gate_first else int(sigmoid)
+    library.call("nv_gated_rms_norm", *inputs, out, tokens, heads, size, eps, kind)
     return out
 
 
@@ -403,14 +333,10 @@ def _places(states: States, rows: StateRows) -> tuple[torch.Tensor | int, ...]:
     return pool, pool.stride(0), states.places, *pages_of_rows
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:
-    """See `kernels.adapters.add_lora`. A token's bits do not depend on the other tokens.
+def add_lora(y: torch.Tensor, x: torch.Tensor, rows: "AdapterRows", table: "AdapterTable") -> None:
+    """See `kernels.adapters.add_lora`; `y` is contiguous. A token's bits do not depend on others.
 
     Recorded calls read `rows` and `table` when they run.
-
-    Args:
-        y: contiguous.
-        x: its rows may lie apart.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -421,7 +347,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: Adapter
     )
 
 
-def supports_experts(x: torch.Tensor, mlp: ExpertMLP) -> bool:
+def supports_experts(x: torch.Tensor, mlp: "ExpertMLP") -> bool:
     """Return whether `experts` can compute `mlp` for `x`: each expert must have whole panels, and
     its inputs their own order.
     """
@@ -442,10 +368,10 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
-    """Do what `torch_experts.route` says, for bfloat16 or float32 logits [T, E] and bfloat16
-    scales [E].
-    """
+def route(logits: torch.Tensor, choice: "ExpertChoice") -> "Routing":
+    """Do what `torch_experts.route` says, for bfloat16 or float32 logits and bfloat16 scales."""
+    from nanovllm.kernels.torch_experts import Groups, Routing
+
     tokens, num_experts = logits.shape
     top_k = choice.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32)
@@ -459,7 +385,7 @@ def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     return Routing(ids, weights)
 
 
-def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
+def experts(x: torch.Tensor, routing: "Routing", mlp: "ExpertMLP") -> torch.Tensor:
     """Do what `torch_experts.experts` says, for what `supports_experts` accepts.
 
     A token's result is the same, bit for bit, whatever the other tokens are.
@@ -475,7 +401,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     hidden = torch.empty(tokens * top_k, size, dtype=torch.bfloat16)
     tensors = gate_up.packed, gate_up.scales, gate_up.factors, mlp.gate_up.bias
     of_weight = size, hidden_size, *gate_up.arguments(hidden_size)
-    options = ACTIVATIONS.index(mlp.activation), mlp.interleaved, mlp.gated
+    options = _ACTIVATIONS.index(mlp.activation), mlp.interleaved, mlp.gated
     inputs = x, routing.ids
     library.call("nv_expert_gate_up", *inputs, *tensors, hidden, *sizes, *of_weight, *options)
     prepared = torch.empty(tokens * top_k, 4 * size + 256, dtype=torch.uint8)
@@ -487,7 +413,7 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
     return y
 
 
-def _panels(linear: ExpertLinear) -> Panels:
+def _panels(linear: "ExpertLinear") -> Panels:
     assert isinstance(linear.weight, PanelWeight)
     return linear.weight.panels
 
@@ -523,3 +449,94 @@ def to_float(x: torch.Tensor) -> torch.Tensor:
 
 def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     library.call("nv_forbid", logits, rows, masks, *masks.shape, logits.shape[1])
+
+
+class StateColumns(NamedTuple):
+    """Where the state pages of sequences are in the table, and where those of a step go."""
+
+    source: torch.Tensor
+    """[table rows, state_pages] int32: columns of the table."""
+    pages: torch.Tensor
+    """[most rows, state_pages] int32, of `kernels.states.StateRows`."""
+    write_lens: torch.Tensor
+    """[most rows] int32; gets the number of each row's tokens."""
+
+
+def batch(
+    token_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    table_indices: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    rope_offsets: torch.Tensor,
+    out: tuple[torch.Tensor, ...],
+    state: StateColumns | None = None,
+) -> None:
+    """Fill `out`, and `state` if given, with the batch of a step: see csrc/tables.c.
+
+    Args:
+        token_ids, block_tables: adjacent columns of one int32 table. Further block tables of equal
+            width follow.
+        rope_offsets: [table rows] int32, another column of it.
+        out: input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, block_tables and
+            rope_positions of `attention.batch.Batch`; they may be longer than the batch.
+            slot_mapping and block_tables have one dimension more, of the block tables.
+    """
+    rows = array("q", (*table_indices, *query_lens, *seq_lens))
+    columns = token_ids.shape[1]
+    stride = token_ids.stride(0)
+    assert block_tables.data_ptr() == token_ids.data_ptr() + columns * token_ids.element_size()
+    address, _ = rows.buffer_info()
+    slots = out[2]
+    tables, rope_positions = out[5:]
+    num_tables, _, width = tables.shape
+    assert block_tables.shape[1] == width
+    assert columns + num_tables * width <= stride
+    sizes = width, num_tables, slots.stride(0), tables.stride(0)
+    offset = _column(rope_offsets, token_ids)
+    assert columns + num_tables * width <= offset < stride
+    states: tuple[library.Argument, ...] = 0, 0, None, None
+    if state is not None:
+        first_page = _column(state.source, token_ids)
+        num_pages = state.pages.shape[1]
+        assert state.source.shape[1] == num_pages
+        assert columns + num_tables * width <= first_page <= stride - num_pages
+        states = first_page, num_pages, state.pages, state.write_lens
+    library.call(
+        "nv_batch",
+        *(token_ids, stride, columns, address, len(table_indices), block_size),
+        *out[:6],
+        *sizes,
+        *(offset, rope_positions),
+        *states,
+    )
+
+
+def _column(x: torch.Tensor, token_ids: torch.Tensor) -> int:
+    """Return in which column of the table `x` begins, counted from the first of `token_ids`."""
+    return (x.data_ptr() - token_ids.data_ptr()) // token_ids.element_size()
+
+
+def ngram(
+    token_ids: torch.Tensor,
+    rows: Sequence[tuple[int, int, int, torch.Tensor]],
+    sizes: tuple[int, int],
+) -> list[int]:
+    """Draft tokens by prompt lookup, as csrc/tables.c says; return how many each row got.
+
+    Args:
+        token_ids: [table rows, n] int32; a row is contiguous.
+        rows: table_idx, number of known tokens, most drafts, and an index: int32 zeros, kept from
+            call to call, [1 + 2 * number of sizes * a power of two not below the known tokens].
+        sizes: the smallest and the largest n-gram.
+    """
+    table_indices, known, limits, indices = zip(*rows, strict=True)
+    capacities = (len(index) // (2 * (sizes[1] - sizes[0] + 1)) for index in indices)
+    pointers = (index.data_ptr() for index in indices)
+    numbers = array("q", (*table_indices, *known, *limits, *pointers, *capacities))
+    counts = array("q", limits)
+    address = numbers.buffer_info()[0]
+    out = counts.buffer_info()[0]
+    library.call("nv_ngram", token_ids, token_ids.stride(0), address, len(rows), *sizes, out)
+    return counts.tolist()

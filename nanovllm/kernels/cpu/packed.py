@@ -26,18 +26,17 @@ _ONEDNN_MIN_ELEMENTS = 2**20
 class Panels(NamedTuple):
     """A weight [n, k] in the layout of the C kernels: panels of 32 outputs, zeros in the last."""
 
+    # [panels, k / 2, 32, 2] bfloat16, with zeros up to a multiple of 32 inputs; with 8 and 4 bits
+    # [panels, k * 32 * bits / 8] uint8.
     packed: torch.Tensor
-    """[panels, k / 2, 32, 2] bfloat16, with zeros up to a multiple of 32 inputs; with 8 and 4 bits
-    [panels, k * 32 * bits / 8] uint8."""
+    # With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
+    # minimums or zeros.
     scales: torch.Tensor | None
-    """With 8 and 4 bits only, of 16 bits: [panels, groups, 32], or [panels, groups, 2, 32] with
-    minimums or zeros."""
     bits: int
     kind: int = PLAIN
-    factors: torch.Tensor | None = None
-    """[panels * 32] float32: multiply the outputs."""
+    factors: torch.Tensor | None = None  # [panels * 32] float32: multiply the outputs
+    # [k] int32: which input belongs to each column of the weight.
     inputs: torch.Tensor | None = None
-    """[k] int32: which input belongs to each column of the weight."""
 
     def arguments(self, inputs: int) -> tuple[int, int, int]:
         """Return the group, the bits and the kind of a weight of `inputs` inputs."""
@@ -70,7 +69,8 @@ class PanelWeight:
             x = x.contiguous()
         y = torch.empty(m, n, dtype=torch.bfloat16)
         if panels.scales is None:
-            library.call("nv_linear", x, x.stride(0), panels.packed, bias, y, m, n, k)
+            inputs = x, x.stride(0), 0, panels.packed, bias
+            library.call("nv_linear", *inputs, y, n, 0, m, 1, n, k, 0, 0)
         else:
             # What they are rounded to, with a scale and a sum for at least 16; and their order.
             prepared = torch.empty(m, 4 * k if panels.inputs is None else 6 * k, dtype=torch.uint8)
@@ -146,20 +146,11 @@ class IntPanelWeight(PanelWeight):
             more = (-(more.int() + (8 if bits == 4 else 0))).short()
         assert scales.dtype == (torch.bfloat16 if kind == FP4 else torch.float16)
         m, k = values.shape
-        library.call(
-            "nv_pack_int",
-            values.contiguous(),
-            scales.contiguous(),
-            None if more is None else more.contiguous(),
-            packed[start // PANEL :],
-            packed_scales[start // PANEL :],
-            m,
-            k,
-            k // scales.shape[1],
-            k // packed_scales.shape[1],
-            bits,
-            kind,
-        )
+        first = start // PANEL
+        rows = values.contiguous(), scales.contiguous(), None if more is None else more.contiguous()
+        groups = k // scales.shape[1], k // packed_scales.shape[1]
+        tensors = *rows, packed[first:], packed_scales[first:]
+        library.call("nv_pack_int", *tensors, m, k, *groups, bits, kind)
         if factors is None:
             return
         if self.panels.factors is None:

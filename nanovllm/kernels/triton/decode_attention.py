@@ -103,13 +103,12 @@ def plan_decode(
 ) -> DecodePlan:
     """Return the splits of the rows that have one query token, computed on the device.
 
-    Rows with more query tokens, or of length 0, have no splits. The splits of a row depend on its
-    own length only. They divide the keys that it sees.
+    Rows with more query tokens, or of length 0, have none. The splits of a row divide the keys that
+    it sees, and depend on its own length only.
 
     Args:
-        cu_seqlens_q: [R + 1] int32.
-        seq_lens: [R] int32, at most `max_seq_len`.
-        max_seq_len: together with R, it determines the shapes of the plan and of every launch.
+        max_seq_len: of a row. Together with R, it determines the shapes of the plan and of every
+            launch.
     """
     rows, device = len(seq_lens), seq_lens.device
     max_splits = most_splits(scores.visible(max_seq_len))
@@ -164,12 +163,12 @@ def decode(
 
     Args:
         q: [T, num_heads, head_dim].
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], `q`'s dtype or float8_e4m3fn;
-            [1, ...] of `q`'s dtype and one KV head if the plan's values are a part of the keys.
-        block_tables: [R, width] int32. Blocks that columns past a row's last one or before a window
-            name are not read.
+        kv_cache: of `q`'s dtype or float8_e4m3fn; with one half, of `q`'s dtype and one KV head, if
+            the plan's values are a part of the keys.
+        block_tables: [R, width] int32. Columns past a row's last block or before a window are not
+            read.
         out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
-        sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
+        sinks: [num_heads] float32; see `AttentionSpec`.
     """
     assert q.is_contiguous()
     k_cache = kv_cache[0]
@@ -228,8 +227,7 @@ def _visible(seq_len, WINDOW: tl.constexpr):
 def _split_of_row(keys, WINDOW: tl.constexpr):
     """Return the number of splits of a row that sees `keys` keys, and the keys of each, at most.
 
-    Without a window borders lie at multiples of the second number, so that rows of nearly the same
-    length have the same.
+    Without a window, rows of nearly the same length have the same borders.
     """
     if WINDOW is None:
         size = tl.cdiv(keys, _TILE_TOKENS * _MAX_SPLITS) * _TILE_TOKENS

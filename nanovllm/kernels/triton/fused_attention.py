@@ -49,10 +49,8 @@ def attend_rows(
     Args:
         qkv: [R, (heads + 2 kv_heads) * dim], R at most `fused_layer.MAX_ROWS`.
         q_weight, k_weight, eps, cos_sin, slot_mapping: see `store.store`.
-        positions: [R] int64.
         angle_rows: [R] int64, rows of `cos_sin`.
-        block_tables: [R, width] int32. Columns past a row's last block are not read.
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of `qkv`'s dtype.
+        kv_cache: of `qkv`'s dtype.
         splits_done: [R or more, num_kv_heads] int32, 0 between two launches, which must run one
             after another.
         chained: see `launch.launch_options`.

@@ -45,11 +45,9 @@ def norm_linear(
 
     Args:
         x: [R, size], R at most MAX_ROWS.
-        partials: [splits, R, size] float32, which `linear_partials` returned; None: add nothing.
+        partials: what `linear_partials` returned; None: add nothing.
         partials_bias: [size], the bias of that linear.
-        norm_weight: [size].
         weight: [outputs, size]; if `gated`, its halves are SwiGLU's gate and up.
-        bias: [outputs].
         chained: see `launch.launch_options`.
 
     Returns:
@@ -69,15 +67,8 @@ def norm_linear(
 
 
 def linear_partials(x: torch.Tensor, weight: torch.Tensor, *, chained: bool) -> torch.Tensor:
-    """Return parts of x times the transpose of `weight`, for `norm_linear` to add up.
-
-    Args:
-        x: [R, size], R at most MAX_ROWS.
-        weight: [outputs, size].
-        chained: see `launch.launch_options`.
-
-    Returns:
-        [splits, R, outputs] float32; each part sums over some of the inputs.
+    """Return parts of x times the transpose of `weight`, for `norm_linear` to add up: [splits, R,
+    outputs] float32. Each sums over some of the inputs.
     """
     rows, size = x.shape
     outputs = len(weight)

@@ -9,7 +9,6 @@ from nanovllm.kernels.triton import (
     fp8,
     int4,
     lora,
-    mamba2,
     ngram,
     ops,
     sampling,
@@ -33,7 +32,7 @@ class TritonKernels(Kernels):
     route = staticmethod(experts.route)
     causal_conv = staticmethod(states.causal_conv)
     gated_delta = staticmethod(states.gated_delta)
-    mamba2 = staticmethod(mamba2.mamba2)
+    mamba2 = staticmethod(states.mamba2)
     gated_rms_norm = staticmethod(states.gated_rms_norm)
     greedy = staticmethod(sampling.greedy)
     sample = staticmethod(sampling.sample)

@@ -41,16 +41,9 @@ def propose(
     stride = token_ids.stride(0)
     _find[(rows, parts)](token_ids, stride, table_indices, num_known, best, *sizes, BLOCK=_BLOCK)
     _copy[(rows,)](
-        token_ids,
-        stride,
-        table_indices,
-        num_known,
-        num_drafts,
-        best,
-        parts,
-        PARTS=_PARTS,
-        DRAFTS=_DRAFTS,
-    )
+        token_ids, stride, table_indices, num_known, num_drafts, best, parts,
+        PARTS=_PARTS, DRAFTS=_DRAFTS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
@@ -79,16 +72,9 @@ def _find(
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _copy(
-    token_ids,
-    stride,
-    table_indices,
-    num_known,
-    num_drafts,
-    best,
-    num_parts,
-    PARTS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-):
+    token_ids, stride, table_indices, num_known, num_drafts, best, num_parts,
+    PARTS: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
     """Write the drafts of one row: the tokens after the best end, again and again."""
     row = tl.program_id(0).to(tl.int64)
     tokens = token_ids + tl.load(table_indices + row) * stride

@@ -1,4 +1,4 @@
-"""The Triton kernels that layers call: norms and activations.
+"""The Triton kernels that layers call: norms and activations. `Kernels` says what they do.
 
 The result for a row does not depend on the rest of the batch. The host never waits for the device,
 so a CUDA graph can hold every call. Imports triton: see `platform.cuda.triton_available`.
@@ -9,11 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.torch_math import ACTIVATIONS, NORM_CENTRED, NORM_ROUNDED
-from nanovllm.kernels.triton.launch import (
-    can_chain,
-    join_chain,
-    launch_options,
-)
+from nanovllm.kernels.triton.launch import can_chain, join_chain, launch_options
 from nanovllm.kernels.triton.states import _softplus
 
 _BLOCK = 1024
@@ -30,7 +26,6 @@ def add_rms_norm(
     kind: int = NORM_ROUNDED,
     multiplier: float = 1.0,
 ) -> torch.Tensor:
-    """Do what `Kernels.add_rms_norm` does. `x` and `residual` [..., n] are contiguous."""
     out = torch.empty_like(residual)
     size = residual.shape[-1]
     _norm_rows(x, residual, weight, out, (size, size), eps, kind, multiplier)
@@ -44,7 +39,6 @@ def add_layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Do what `Kernels.add_layer_norm` does. `x` and `residual` [..., n] are contiguous."""
     out = torch.empty_like(residual)
     size = residual.shape[-1]
     block = triton.next_power_of_2(size)
@@ -64,7 +58,6 @@ def rms_norm(
     kind: int = NORM_ROUNDED,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what `Kernels.rms_norm` does. The rows of `x` and `out` [T, n] may lie apart."""
     out = x.new_empty(x.shape) if out is None else out
     assert x.stride(1) == out.stride(1) == 1
     _norm_rows(None, x, weight, out, (x.stride(0), out.stride(0)), eps, kind)
@@ -94,19 +87,16 @@ def _norm_rows(
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """Do what `Kernels.act_and_mul` does. `gate_up` [t, 2n] is contiguous."""
     gate, up = gate_up.chunk(2, dim=-1)
     return mul_act(gate, up, activation)
 
 
 def mul_act(gate: torch.Tensor, x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Do what `Kernels.mul_act` does. The rows of `gate` and `x` [T, n] may lie apart."""
     assert x.stride(1) == 1
     return _activate(gate, x, x.new_empty(x.shape), activation)
 
 
 def act(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Do what `Kernels.act` does."""
     return _activate(x, None, torch.empty_like(x), activation)
 
 

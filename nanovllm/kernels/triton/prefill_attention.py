@@ -10,23 +10,32 @@ import functools
 
 import torch
 import triton
+import triton.language as tl
 
 from nanovllm.kernels.triton.launch import Arguments, Launch
 from nanovllm.kernels.triton.online_softmax import (
     MAX_SPLITS,
+    NO_SCORE,
     PLAIN,
     Scores,
+    attend,
+    block_ids,
     block_stride,
+    load_queries,
+    merge,
     padded,
     register_limit,
+    store_result,
+    store_split,
 )
-from nanovllm.kernels.triton.prefill_kernels import MERGED_TOKENS, merge_prefill, prefill_tile
 
 SPLIT_TOKENS = 512
 """Minimum computed keys in a split."""
 SPLIT_PROGRAMS = 256
 """Maximum programs of a row whose keys are split: nearly two for each SM of an H100."""
 
+_MERGED_TOKENS = tl.constexpr(8)
+"""Maximum query tokens of an entry of `PrefillLaunch.merges`. Each has separate programs."""
 _MAX_PARTIAL_ROWS = 2**17
 """Maximum results of splits, of a head and a query token each, in one launch: 64 MiB at a head_dim
 of 128. A batch with more takes several launches. One row has at most SPLIT_PROGRAMS * M."""
@@ -116,11 +125,8 @@ def plan_prefill(
 
 
 def splits_of_row(num_computed: int, programs: int) -> int:
-    """Return the number of splits of a row's keys.
-
-    Args:
-        num_computed: keys before the row's query tokens that the first of them sees.
-        programs: those that the row has without splits.
+    """Return the number of splits of a row's keys, `num_computed` of which are before its query
+    tokens; without splits it has so many `programs`.
     """
     return max(1, min(num_computed // SPLIT_TOKENS, SPLIT_PROGRAMS // programs, MAX_SPLITS))
 
@@ -139,7 +145,7 @@ def _add_row(
         place = part.partials + first * splits
         part.tiles += [(keys, (row, first, split, splits, place)) for split in range(splits)]
     if splits > 1:
-        step = MERGED_TOKENS.value
+        step = _MERGED_TOKENS.value
         part.merges += [
             (start + first, min(query_len - first, step), splits, part.partials + first * splits)
             for first in range(0, query_len, step)
@@ -159,7 +165,7 @@ def _upload(parts: list[_Part], device: torch.device) -> tuple[PrefillLaunch, ..
     lists = iter(host.to(device, non_blocking=True).split(sizes))
     return tuple(
         PrefillLaunch(
-            tiles.view(-1, 5), merges.view(-1, 4), Launch(prefill_tile), Launch(merge_prefill)
+            tiles.view(-1, 5), merges.view(-1, 4), Launch(_prefill_tile), Launch(_merge_prefill)
         )
         for tiles, merges in zip(lists, lists, strict=True)
     )
@@ -180,13 +186,7 @@ def prefill(
     Tiles of keys are counted from the start of the sequence, so the result for a query token of a
     row without splits does not depend on where its chunk starts.
 
-    Args:
-        q: [T, num_heads, head_dim].
-        kv_cache, block_tables: see `decode_attention.decode`.
-        cu_seqlens_q: [R + 1] int32.
-        seq_lens: [R] int32.
-        out: [T, num_heads, output_dim]. Only the tokens of the plan's rows are written.
-        sinks: [num_heads] float32, a logit more in the denominator of each head's softmax.
+    The arguments are those of `decode_attention.decode`, and the lengths of the batch's rows.
     """
     assert q.is_contiguous()
     tensors = q, kv_cache[0], kv_cache[-1], out, sinks
@@ -215,7 +215,7 @@ def prefill(
         return Arguments((len(launch.tiles) * groups,), fixed, options)
 
     def merges(launch: PrefillLaunch) -> Arguments:
-        grid = (len(launch.merges) * MERGED_TOKENS.value * groups,)
+        grid = (len(launch.merges) * _MERGED_TOKENS.value * groups,)
         warps = 8 if triton.next_power_of_2(group) * padded(output_dim) > 4096 else 4
         options = {**constants, "HEAD_DIM": output_dim, "num_warps": warps}
         return Arguments(grid, (*partial, launch.merges), options)
@@ -243,3 +243,146 @@ def _prefill_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[st
         if output_dim > 256:
             options |= {"M": 32, "N": 16}
     return {**options, "M": max(options["M"], triton.next_power_of_2(group))}
+
+
+# Values that change from batch to batch must not cause a recompilation. By default Triton compiles
+# another kernel for an integer that is 1 or a multiple of 16, and for a pointer that is not aligned
+# to 16 bytes.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
+)
+def _prefill_tile(
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
+    partial_out, partial_stats, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Process one query tile for one KV head: TOKENS query tokens times GROUP query heads.
+
+    The M - TOKENS * GROUP rows at the end of the tile are padding.
+    SPLIT says whether any row of the launch is split: without splits, fewer registers are needed.
+    """
+    tile = tiles + tl.program_id(0) // KV_HEADS * 5
+    head = tl.program_id(0) % KV_HEADS
+    row = tl.load(tile).to(tl.int64)
+    first = tl.load(tile + 1)
+    start = tl.load(cu_seqlens_q + row)
+    query_len = tl.load(cu_seqlens_q + row + 1) - start
+    seq_len = tl.load(seq_lens + row)
+    OUT_DIM: tl.constexpr = HEAD_DIM if VALUE_DIM is None else VALUE_DIM
+    member = tl.arange(0, M)
+    token = first + member // GROUP
+    valid = (member < TOKENS * GROUP) & (token < query_len)
+    heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
+    queries, rest, place, mask = load_queries(q, heads, valid, HEAD_DIM, VALUE_DIM, D)
+    num_computed = seq_len - query_len
+    split = 0
+    splits = 1
+    if SPLIT:
+        split = tl.load(tile + 2)
+        splits = tl.load(tile + 3)
+    key_tiles = _key_tiles(
+        num_computed + first, tl.minimum(num_computed + first + TOKENS, seq_len), split, splits,
+        WINDOW, SPLIT, N,
+    )  # fmt: skip
+    acc, score_max, weight_sum = _attend_tiles(
+        queries, rest, k_cache, v_cache, block_tables + row * table_stride, head,
+        num_computed + token, seq_len, key_tiles, scale,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, M, N, D,
+    )  # fmt: skip
+    if not SPLIT or splits == 1:
+        store_result(
+            out + place, acc, score_max, weight_sum, sinks, head * GROUP + member % GROUP,
+            valid, mask,
+        )  # fmt: skip
+    else:
+        scratch = tl.load(tile + 4) + member // GROUP * splits + split
+        scratch = (scratch * KV_HEADS + head) * GROUP + member % GROUP
+        store_split(
+            partial_out, partial_stats, scratch, acc, score_max, weight_sum, valid, mask,
+            OUT_DIM, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_tiles(
+    queries, rest, k_cache, v_cache, table, head, position, seq_len, key_tiles, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries [M, D] to `key_tiles`, which `_key_tiles` returned; see `attend`."""
+    first_key = key_tiles[0]
+    bounds = key_tiles[1:]
+    acc = tl.zeros([M, D], tl.float32)
+    score_max = tl.full([M], NO_SCORE if WINDOW is not None else float("-inf"), tl.float32)
+    weight_sum = tl.zeros([M], tl.float32)
+    for part in tl.static_range(1 if WINDOW is None else 0, 3):
+        first = bounds[part]
+        stop = bounds[part + 1]
+        acc, score_max, weight_sum = attend(
+            acc, score_max, weight_sum, queries, rest, k_cache, v_cache, table,
+            block_ids(table, first, stop, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
+            position, first_key, seq_len, first, stop, scale,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D,
+            MASKED=part != 1,
+        )  # fmt: skip
+    return acc, score_max, weight_sum
+
+
+@triton.jit
+def _key_tiles(
+    position, num_keys, split, splits,
+    WINDOW: tl.constexpr, SPLIT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Return the first key that the query tile sees, and the key tiles of a split of its keys.
+
+    They are [first, begin), which only a WINDOW leaves, [begin, end), and [end, last). Every query
+    sees every key of [begin, end). These are divided among the splits; so without a WINDOW each
+    has some. The first split has those before them as well, and the last one those after.
+
+    Args:
+        position: of the first query.
+        num_keys: keys up to the last query.
+    """
+    first_key = 0
+    first = 0
+    begin = 0
+    end = (position + 1) // N
+    last = tl.cdiv(num_keys, N)
+    if WINDOW is not None:
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+        first = first_key // N
+        begin = tl.minimum(tl.cdiv(tl.maximum(num_keys - WINDOW, 0), N), end)
+    if SPLIT:
+        tiles = end - begin
+        unsplit = begin
+        begin = unsplit + tiles * split // splits
+        end = unsplit + tiles * (split + 1) // splits
+        last = tl.where(split == splits - 1, last, end)
+        if WINDOW is not None:
+            first = tl.where(split == 0, first, begin)
+    return first_key, first, begin, end, last
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def _merge_prefill(
+    out, sinks, partial_out, partial_stats, merges,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query token for one KV head. An entry has _MERGED_TOKENS programs."""
+    head = tl.program_id(0) % KV_HEADS
+    index = tl.program_id(0) // KV_HEADS
+    entry = merges + index // _MERGED_TOKENS * 4
+    token = index % _MERGED_TOKENS
+    splits = tl.load(entry + 2)
+    if token < tl.load(entry + 1):
+        place = ((tl.load(entry) + token).to(tl.int64) * KV_HEADS + head) * GROUP
+        partial = ((tl.load(entry + 3) + token * splits) * KV_HEADS + head) * GROUP
+        merge(
+            out + place * HEAD_DIM, partial_out, partial_stats, partial, splits, sinks, head,
+            KV_HEADS=KV_HEADS, GROUP=GROUP, HEAD_DIM=HEAD_DIM, D=D,
+        )  # fmt: skip

@@ -10,8 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.inverse_cdf import invert, uniform, weigh
-from nanovllm.kernels.triton.top_k_top_p import find_threshold, has_filter, sort_key
+from nanovllm.kernels.triton.top_k_top_p import (
+    find_threshold,
+    has_filter,
+    invert,
+    sort_key,
+    uniform,
+    weigh,
+)
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
 _BLOCK = 2048

@@ -10,11 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.kernels.triton.fp8 import to_fp8
-from nanovllm.kernels.triton.launch import (
-    can_chain,
-    join_chain,
-    launch_options,
-)
+from nanovllm.kernels.triton.launch import can_chain, join_chain, launch_options
 from nanovllm.kernels.triton.online_softmax import block_stride
 from nanovllm.kernels.triton.ops import times_weight
 
@@ -40,19 +36,13 @@ def store(
     v_norm: bool = False,
     q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepare q, k and v as `QKNormRope.apply` does, store k and v, and return q [t, heads, dim].
+    """Do what `Backend.store` says; all arguments but these are the fields of `QKNormRope`.
 
     Args:
-        qkv: [t, (heads + 2 kv_heads) * dim], contiguous. With (heads + kv_heads) * dim the raw keys
-            are the values; with heads * dim there are only queries, and nothing is stored.
-        q_weight, k_weight: [dim], of the RMSNorms; None for both: no norm, only the rotation.
-        cos_sin: [positions, rotary_dim] float32, rotary_dim at most dim.
         positions: [t] int64, rows of `cos_sin` and `q_scale`.
         slot_mapping: [t] int64. A token with a negative slot is not stored.
-        kv_cache: [2, blocks, block_size, kv_heads, dim], in qkv's dtype or float8_e4m3fn. The
-            latter has scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart. With
-            1 in place of 2, only keys are stored.
-        kind, after_rotation, interleaved, v_norm, q_scale: see `QKNormRope`.
+        kv_cache: in the layout of `PagedBackend`, in qkv's dtype or float8_e4m3fn. The latter has
+            scale 1 and clamps to its largest magnitude, 448. Blocks may lie apart.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     parts = _parts_of(qkv, num_heads, num_kv_heads, head_dim)

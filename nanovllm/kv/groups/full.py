@@ -101,8 +101,7 @@ class FullGroup(KVCacheGroup):
 
     def forget(self, node: Node, *, evicted: bool) -> None:
         if evicted:
-            for listener in self.pool.listeners:
-                listener.evicted(node, self.suffix, [node.page])
+            self.pool.listener.evicted(node, self.suffix, [node.page])
         self.pool.clear(node.page)
 
     def pages_of(self, seq: Sequence, index: int) -> list[int]:

@@ -25,23 +25,18 @@ class KVCacheGroup:
     what it lacks, then lets every group `begin` and `extend`. Default methods are no-ops.
     """
 
-    suffix: bytes
-    """Ends the keys of the group's entries in lower tiers; groups differ in it."""
-    num_tables: int
-    """Block tables in a row of the workers' tables."""
-    grows = True
-    """Whether a longer sequence needs more pages of the group."""
-    max_extra_tokens = 0
-    """How many tokens more than it was given `row_length` may return."""
+    suffix: bytes  # ends the keys of the group's entries in lower tiers; groups differ in it
+    num_tables: int  # block tables in a row of the workers' tables
+    grows = True  # whether a longer sequence needs more pages of the group
+    max_extra_tokens = 0  # how many tokens more than it was given `row_length` may return
 
     pool: BlockPool
     trie: PrefixTrie
     block_size: int
-    first_table: int
-    """The group's first block table, which begins at first_table * width in a table row."""
+    first_table: int  # the group's first one; it begins at first_table * width in a table row
 
     def attach(self, pool: BlockPool, trie: PrefixTrie, first_table: int) -> None:
-        """Receive the pool and the trie. The block manager calls this once, first of all."""
+        """Receive the pool and the trie: the block manager calls this once, first of all."""
         self.pool = pool
         self.trie = trie
         self.block_size = trie.block_size
@@ -62,10 +57,8 @@ class KVCacheGroup:
         return False
 
     def longest_hit(self, num_blocks: int, has: Callable[[int], bool]) -> int:
-        """Return the longest prefix of up to `num_blocks` blocks that the group can serve.
-
-        Args:
-            has: whether there is an entry at a block index.
+        """Return the longest prefix of up to `num_blocks` blocks that the group can serve, if it
+        `has` an entry at a block index.
         """
         while num_blocks:
             missing = (index for index in reversed(self.needed(num_blocks)) if not has(index))
@@ -78,21 +71,14 @@ class KVCacheGroup:
     # An admission, and each longer row:
 
     def num_missing(self, seq: Sequence, num_tokens: int, hit: Hit | None = None) -> int:
-        """Return how many free pages the first `num_tokens` tokens of a sequence take.
-
-        Args:
-            hit: of an admission, whose free pages count, too; None: the sequence runs.
+        """Return how many free pages the first `num_tokens` tokens of a sequence take. Those of the
+        `hit` of an admission count, too; without one the sequence runs.
         """
         return 0
 
     def begin(self, seq: Sequence, hit: Hit, num_missing: int) -> int:
-        """Admit a sequence: hold the pages that it hits.
-
-        Args:
-            num_missing: free pages that all groups together still take.
-
-        Returns:
-            How many of these it has taken, or does not need after all.
+        """Admit a sequence: hold the pages that it hits. Of `num_missing` free pages, which all
+        groups together still take, return how many are taken now, or not needed after all.
         """
         return 0
 
@@ -111,10 +97,7 @@ class KVCacheGroup:
 
     def publish(self, seq: Sequence, first: int, nodes: Seq[Node], num_written: int) -> None:
         """Cache what the first `num_written` tokens have filled, and free what is read no more.
-
-        Args:
-            first: block index of the first of `nodes`.
-            nodes: of the blocks that have just been published.
+        `nodes` are of the blocks from `first` on, which have just been published.
         """
 
     def publish_loaded(self, seq: Sequence, index: int, node: Node) -> None:
@@ -124,11 +107,8 @@ class KVCacheGroup:
         """Free the pages of the blocks after a sequence's first `num_blocks`."""
 
     def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
-        """Free all pages of a sequence. What is cached stays in the cache until it is evicted.
-
-        Args:
-            distrusted: the nodes of its published blocks, if its KV may be wrong: what no other
-                sequence uses there leaves the cache, too.
+        """Free all pages of a sequence. What is cached stays in the cache until it is evicted,
+        except what no other sequence uses at `distrusted` nodes: there its KV may be wrong.
         """
 
     def forget(self, node: Node, *, evicted: bool) -> None:
@@ -159,15 +139,28 @@ class KVCacheGroup:
         sequences: Mapping[int, Sequence],
         width: int,
     ) -> None:
-        """Add the group's part of a step's message.
-
-        Args:
-            sequences: by id.
-            width: of a block table in a table row.
-        """
+        """Add the group's part of a step's message. `width` is that of a block table."""
 
     def end_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the success of a step with these copies."""
 
     def undo_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the failure of a step with these copies, which it may not have made."""
+
+
+class BidirectionalGroup(KVCacheGroup):
+    """Requires each prompt in one step; owns no pages: those are `FullGroup`'s.
+
+    The prefix cache must be off, because a token's keys depend on the tokens after it. A step's
+    last row may have `max_model_len` tokens.
+    """
+
+    suffix = b"whole"  # of no entry
+    num_tables = 0
+    grows = False
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_extra_tokens = max_model_len - 1
+
+    def row_length(self, seq: Sequence, most: int) -> int:
+        return seq.num_tokens - seq.num_computed_tokens

@@ -81,9 +81,8 @@ class StateGroup(KVCacheGroup):
     next admission.
 
     **Order.** The copies of a step are in the order in which their pages were taken, and run before
-    the step zeroes pages and computes rows. So what a copy reads was written by an earlier copy or
-    an earlier step, and a page that is taken again is written by its next owner later. No page is
-    held until a copy has run.
+    the step zeroes pages and computes rows. So what a copy reads was written before, and a page
+    that is taken again is written by its next owner later. No page is held until a copy has run.
 
     **Room.** A snapshot takes free pages only. Those of held snapshots count as free: they are
     dropped as soon as a sequence needs pages, the oldest first, so no sequence waits for them. If
@@ -98,9 +97,7 @@ class StateGroup(KVCacheGroup):
     make none. So a snapshot whose copy the next step makes is not offered when it is evicted. A
     prompt's snapshot is kept once its copy is certain: see `end_copies`.
 
-    Args:
-        num_pages: of a state.
-        snapshot_interval: in tokens; rounded to whole blocks.
+    A state has `num_pages`. The `snapshot_interval` is in tokens, and rounded to whole blocks.
     """
 
     suffix = b"s"
@@ -320,10 +317,8 @@ class StateGroup(KVCacheGroup):
         return State([], position, branch, last)
 
     def _begin_snapshot(self, seq: Sequence, position: int) -> None:
-        """Note the snapshot of the state after a launched row, if one is to be taken.
-
-        Args:
-            position: after the row's certain tokens; a block boundary.
+        """Note the snapshot of the state after a launched row, whose certain tokens end at the
+        block boundary `position`, if one is to be taken.
         """
         state = self._states[seq]
         is_rolling = position > state.last
@@ -366,8 +361,8 @@ class StateGroup(KVCacheGroup):
         node = snapshot.node
         if evicted and node is not None and snapshot.pages:
             is_copied = all(copy.targets != snapshot.pages for copy in self._copies)
-            for listener in self.pool.listeners if is_copied else ():
-                listener.evicted(node, self.suffix, snapshot.pages)
+            if is_copied:
+                self.pool.listener.evicted(node, self.suffix, snapshot.pages)
         snapshot.is_dropped = True
         self._held.pop(snapshot, None)
         if node is not None:
@@ -375,8 +370,6 @@ class StateGroup(KVCacheGroup):
 
     def _offer(self, snapshot: Snapshot) -> None:
         """Tell listeners of a prompt's snapshot: it is cached, and its pages hold it."""
-        if snapshot.is_dropped or not snapshot.is_of_prompt:
-            return
-        if snapshot.node is not None:
-            for listener in self.pool.listeners:
-                listener.written(snapshot.node, self.suffix, snapshot.pages)
+        node = snapshot.node
+        if node is not None and snapshot.is_of_prompt and not snapshot.is_dropped:
+            self.pool.listener.written(node, self.suffix, snapshot.pages)

@@ -7,7 +7,7 @@ from itertools import islice
 
 from nanovllm.core.messages import Admission, NewBlocks, Row
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.windows import WindowSpec
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.trie import Hit, Node
 
@@ -155,8 +155,7 @@ class WindowGroup(KVCacheGroup):
         """Remove a window block from the prefix cache. Its free pages are reused first."""
         assert block.node is not None
         if evicted:
-            for listener in self.pool.listeners:
-                listener.evicted(block.node, self.suffix, block.pages)
+            self.pool.listener.evicted(block.node, self.suffix, block.pages)
         del self._cached[block.node.uid]
         block.node = None
         for page in block.pages:

@@ -47,8 +47,7 @@ ARM_VARIANTS = {
     "neon": ("cortex-a72", "-march=armv8-a"),
     "neon-bf16": ("max", "-march=armv8.6-a"),
 }
-"""By variant: what the emulator emulates, and the compiler's flag. test_arm.py runs some tests with
-each; KERNELS=neon runs all tests of the kernels with one."""
+"""By variant: what the emulator emulates, and the compiler's flag."""
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +97,7 @@ def variants_here() -> list[str]:
 
 
 def chosen_variants() -> list[str]:
-    """Return the variants that KERNELS names, or those of this processor."""
+    """Return the variants that KERNELS names, or those of this processor, its own first."""
     names = os.environ.get("KERNELS", "").split()
     known = VARIANTS | ARM_VARIANTS
     flags = build.processor_flags()
@@ -111,7 +110,16 @@ def chosen_variants() -> list[str]:
     return names or variants_here()
 
 
-@pytest.fixture(params=chosen_variants())
+def parameters() -> Iterator[object]:
+    """Yield the variants of `kernels`. All tests but those of test_variants.py take the processor's
+    own, and the others with EVERY_CASE=1; or those that KERNELS names.
+    """
+    for number, name in enumerate(chosen_variants()):
+        is_long = number > 0 and "KERNELS" not in os.environ
+        yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.fixture(params=parameters())
 def kernels(request, load, serve, monkeypatch):
     """Use the kernels built for each kind of processor that can be tested here."""
     if request.param in ARM_VARIANTS:

@@ -10,8 +10,7 @@ from typing import Self
 import numpy as np
 
 from nanovllm.kernels.cpu import build
-from nanovllm.kernels.cpu.calls import CALL_BYTES, SOURCES
-from nanovllm.kernels.cpu.signatures import KERNELS
+from nanovllm.kernels.cpu.calls import CALL_BYTES, CSRC, DISPATCH, KERNELS, SOURCES, c_files
 from nanovllm.utils import disk_cache
 
 _SERVER = Path(__file__).with_name("served_kernels.c")
@@ -26,15 +25,16 @@ def compiled(compiler: list[str]) -> Path:
     """Return the program that runs the kernels, compiled once for all runs of the tests."""
     cache = disk_cache.cache_directory()
     assert cache is not None
-    sources = [_SERVER, *(path for path in SOURCES if path.suffix == ".c")]
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True).stdout
     code = [path.read_bytes() for path in (_SERVER, *SOURCES)]
-    key = hashlib.sha256(repr((code, compiler, version)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((code, DISPATCH, compiler, version)).encode()).hexdigest()[:24]
     if not (cache / f"served-{key}").exists():
         with disk_cache.new_directory(cache) as directory:
             program = Path(directory, f"served-{key}")
+            sources = [_SERVER, *c_files(Path(directory))]
             objects = {path: f"{directory}/{path.stem}.o" for path in sources}
-            build._run(*([*compiler, "-c", f"{s}", "-o", o] for s, o in objects.items()))
+            command = [*compiler, f"-I{CSRC}", "-c"]
+            build._run(*([*command, f"{s}", "-o", o] for s, o in objects.items()))
             build._run([*compiler, "-static", *objects.values(), "-o", f"{program}", "-lm"])
             disk_cache.store(program, cache)
     return cache / f"served-{key}"

@@ -224,15 +224,6 @@ def test_the_log_has_the_first_lines_of_what_the_compiler_says(
 
 
 @native
-@pytest.mark.usefixtures("cache")
-def test_a_compiler_that_prints_much_is_not_blocked(tmp_path, monkeypatch, warnings):
-    says = "head -c 200000 /dev/zero >&2; head -c 200000 /dev/zero"
-    monkeypatch.setenv("CC", fake_compiler(tmp_path / "compiler", first=says))
-    assert library() is not None
-    assert warnings() == []
-
-
-@native
 def test_a_compiler_that_never_ends_is_ended(cache, tmp_path, monkeypatch, warnings):
     """The processes that it started end too."""
     forever = f"sleep 1000 & echo $! >> {tmp_path}/sleeping; wait"

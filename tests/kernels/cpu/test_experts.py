@@ -115,18 +115,9 @@ def test_experts(hidden_size, size, bits, activation, interleaved, bias):
                 0.03 if bits in (4, "fp4", *FORMS) else 0.01
             )  # inputs of 4-bit weights have 8 bits
             assert_close(y, expected, of_largest=tolerance)
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(("bits", "activation", "interleaved", "bias"), CASES)
-def test_a_tokens_result_does_not_depend_on_the_others(bits, activation, interleaved, bias):
-    mlp, _ = make_mlp(96, 160, bits, activation, interleaved, bias)
-    x, routing = randn(300, 96), random_routing(300)
-    together = ops.experts(x, routing, mlp)
-    for part in (slice(1), slice(299, 300), slice(5), slice(40, 77), slice(100, 300)):
-        some = torch_experts.Routing(routing.ids[part], routing.weights[part])
-        some = torch_experts.Routing(*(t.contiguous() for t in some))
-        assert torch.equal(ops.experts(x[part], some, mlp), together[part])
+        for part in (slice(1), slice(tokens - 1, None), slice(20, 77)) if tokens > 77 else ():
+            some = torch_experts.Routing(*(each[part].contiguous() for each in routing))
+            assert torch.equal(ops.experts(x[part], some, mlp), y[part]), "the bits of a token"
 
 
 def test_a_late_thread_finds_the_choice_of_a_later_layer():

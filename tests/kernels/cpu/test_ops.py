@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.features.quantization.integer import IntTensor, quantize
-from nanovllm.kernels.cpu import ops, table_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.kernels import CKernels
 from nanovllm.kernels.torch_kernels import HeadWeight
 from nanovllm.layers.sampler import Sampling, draw
@@ -20,32 +20,26 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    ("n", "k"), [(32, 32), (100, 64), (1, 96), (333, 1024), (1003, 128), (1, 1), (70, 33), (96, 48)]
+    ("n", "k"), [(32, 32), (1, 96), (333, 1024), (1003, 128), (1, 1), (150, 33), (928, 288)]
 )
 def test_linear(n, k):
-    weight = randn(n, k)
-    packed = pack(weight)
-    for m in (1, 2, 11, 12, 13, 16, 17, 31, 32, 33, 100, 300):
-        x = randn(m, k, seed=m)
-        expected = x.double() @ weight.double().T
-        torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
-        assert_close(packed.apply(x), expected, atol=1.01 * torch_error + 1e-3)
-
-
-@native
-@pytest.mark.usefixtures("kernels")
-def test_linear_reads_rows_that_lie_apart():
-    weight, wide = randn(64, 96), randn(20, 400)
-    x = wide[:, 100:196]
-    expected = pack(weight).apply(x.contiguous())
-    assert torch.equal(pack(weight).apply(x), expected)
+    """Against float64; then of fewer rows, which are the same bits. Rows may lie apart."""
+    weight, bias = randn(n, k), randn(n, seed=1)
+    packed, x = pack(weight), randn(300, k + 9, seed=2)[:, 5 : k + 5]
+    expected = x.double() @ weight.double().T
+    torch_error = (torch.nn.functional.linear(x, weight).double() - expected).abs().max()
+    assert_close(packed.apply(x), expected, atol=1.01 * torch_error + 1e-3)
+    together = packed.apply(x, bias)
+    for m in (1, 2, 5, 11, 12, 13, 16, 17, 31, 32, 33, 47, 256, 257):
+        assert torch.equal(packed.apply(x[:m], bias), together[:m])
+        assert torch.equal(packed.apply(x[-m:].contiguous(), bias), together[-m:])
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize(
     ("heads", "rows", "columns", "kept"),
-    [(3, 64, 48, 8), (1, 32, 150, 0), (2, 192, 512, 64), (2, 24, 40, 6), (4, 12, 36, 8)],
+    [(3, 64, 48, 8), (1, 32, 150, 0), (2, 192, 512, 64), (2, 24, 40, 6)],
 )
 def test_a_linear_of_each_head(heads, rows, columns, kept, turned):
     """Of heads that lie apart. Those of 24 or 12 rows: torch computes them."""
@@ -77,61 +71,6 @@ def test_a_linear_of_each_head(heads, rows, columns, kept, turned):
         assert torch.equal(multiply(first, last), together[first:last])
 
 
-SIZES = (1, 8, 16, 24, 33, 48, 80, 96, 100)
-"""Few are a multiple of what the kernels multiply at once."""
-
-
-def weights_of_any_size(n, k):
-    """Return the weight [n, k] as the C kernels take it: of 16 bits, and of 8 and 4 if they can."""
-    packed = CKernels().pack(randn(n, k), is_embedding=False)
-    assert packed is not None
-    groups = [] if k % 32 else [quantize(randn(n, k), bits, 32) for bits in (8, 4)]
-    return [packed, *map(pack, groups)]
-
-
-@pytest.mark.thinned(3)
-@native
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("k", [*SIZES, 1000])
-def test_rows_of_a_linear_of_any_size_do_not_depend_on_the_others(k):
-    wide = randn(64, k + 1)
-    for n in (*SIZES, 150):  # 150: panels that one row reads side by side
-        bias = randn(n, seed=1)
-        for weight in weights_of_any_size(n, k):
-            for x in (wide[:, 1:], wide[:, :k].contiguous()):
-                together = weight.apply(x, bias)
-                for m in (1, 2, 5, 12, 13, 16, 17, 31, 33, 63):
-                    assert torch.equal(weight.apply(x[:m], bias), together[:m])
-                    assert torch.equal(weight.apply(x[-m:], bias), together[-m:])
-
-
-@native
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("k", [k for k in (*SIZES, 1000) if k % 32])
-def test_a_linear_of_any_size_is_one_with_more_inputs_of_zero(k):
-    n = 150
-    weight, x = randn(n, k), randn(40, k, seed=1)
-    padding = 0, -k % 32
-    whole = pack(torch.nn.functional.pad(weight, padding))
-    x_of_whole = torch.nn.functional.pad(x, padding)
-    for m in (1, 7, 40):
-        assert torch.equal(pack(weight).apply(x[:m]), whole.apply(x_of_whole[:m]))
-
-
-@pytest.mark.thinned(3)
-@native
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("n", "k"), [(200, 512), (928, 288)])  # the second has 1.1 MB of outputs
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_row_of_a_linear_does_not_depend_on_the_others(n, k, with_bias):
-    weight, x = pack(randn(n, k)), randn(600, k)
-    bias = randn(n, seed=1) if with_bias else None
-    together = weight.apply(x, bias)
-    for m in (1, 5, 12, 16, 31, 32, 47, 256, 257):
-        assert torch.equal(weight.apply(x[:m], bias), together[:m])
-        assert torch.equal(weight.apply(x[-m:], bias), together[-m:])
-
-
 @native
 @pytest.mark.parametrize("n", [2080, 2072])  # panels' rows are cache lines, and are not
 def test_large_outputs_are_those_of_fewer_rows(n):
@@ -143,7 +82,7 @@ def test_large_outputs_are_those_of_fewer_rows(n):
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("n", [1, 100, 333])
+@pytest.mark.parametrize("n", [1, 100])
 def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
     weight, bias = randn(n, 64).double(), randn(n, seed=1) * 2
     if bits == 16:
@@ -162,82 +101,11 @@ def test_a_bias_is_added_before_the_sum_is_rounded(n, bits):
 
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("n", "k"), [(1003, 128), (64, 32), (70, 33), (40, 1), (64, 48)])
+@pytest.mark.parametrize(("n", "k"), [(1003, 128), (70, 33), (40, 1)])
 def test_gather_returns_the_rows(n, k):
     weight = randn(n, k)
     ids = torch.randint(n, (50,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(pack(weight).embedding(ids), weight[ids])
-
-
-@pytest.mark.thinned(2)
-@native
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("n", "k", "group", "bits"),
-    [
-        *[(32, 32, 32, 8), (100, 64, 64, 8), (1, 96, 32, 8), (150, 512, 128, 8)],
-        (64, 512, 256, 8),
-        *[(32, 32, 32, 4), (100, 64, 32, 4), (1, 96, 32, 4), (150, 512, 32, 4)],
-    ],
-)
-def test_linear_int(n, k, group, bits):
-    rounded = quantize(randn(n, k), bits, group)
-    weight = rounded.values.double() * rounded.scales.double().repeat_interleave(group, 1)
-    packed = pack(rounded)
-    largest = randn(300, k, seed=300)
-    largest[:, ::7] *= 1000  # inputs of very different magnitudes
-    together = packed.apply(largest)
-    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100, 300):
-        x = largest[:m]
-        expected = x.double() @ weight.T
-        out = packed.apply(x)
-        # Inputs are rounded to 16 or 8 bits of the largest in the group, the result to bfloat16.
-        steps = x.view(m, k // group, group).abs().amax(-1).double() / (32767 if bits == 8 else 127)
-        bound = 0.501 * steps.repeat_interleave(group, 1) @ weight.abs().T
-        assert ((out.double() - expected).abs() <= bound + 2**-8 * expected.abs() + 1e-5).all()
-        assert torch.equal(out, together[:m])
-    ids = torch.arange(n - 1, -1, -1)
-    assert torch.equal(packed.embedding(ids), weight[ids].bfloat16())
-
-
-def any_float16(*shape, seed):
-    """Return finite float16 numbers of all exponents and both signs; 0 and the ends come first."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0x7C00, shape, generator=generator, dtype=torch.int16)
-    bits.view(-1)[:3] = torch.tensor([0, 0x7BFF, 1])
-    return bits.view(torch.float16) * torch.randn(shape, generator=generator).sign().half()
-
-
-@pytest.mark.thinned(3)
-@native
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("extreme", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(32, 32), (100, 64), (1, 96), (150, 512)])
-def test_linear_int_with_minimums(n, k, extreme):
-    """Weights of 4 bits with minimums, as llama.cpp's Q4_1 has them."""
-    generator = torch.Generator().manual_seed(n)
-    values = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
-    scales, minimums = any_float16(n, k // 32, seed=1), any_float16(n, k // 32, seed=2)
-    if not extreme:
-        scales, minimums = (randn(n, k // 32, seed=s).half() for s in (1, 2))
-    scaled = (values.double() + 8) * scales.double().repeat_interleave(32, 1)
-    offsets = minimums.double().repeat_interleave(32, 1)
-    weight = scaled + offsets
-    packed = pack(IntTensor(values, scales, minimums, 4))
-    x = randn(300, k, seed=300)
-    x[:, ::7] *= 1000
-    bias = randn(n, seed=3)
-    together = packed.apply(x, bias)
-    expected = x.double() @ weight.T + bias.double()
-    steps = x.view(300, k // 32, 32).abs().amax(-1).double() / 127
-    bound = 0.501 * steps.repeat_interleave(32, 1) @ weight.abs().T + 2**-8 * expected.abs() + 1e-5
-    bound += 1e-5 * x.double().abs() @ (scaled.abs() + offsets.abs()).T  # sums are in float32
-    assert ((together.double() - expected).abs() <= bound).all()
-    for m in (0, 1, 2, 3, 4, 6, 7, 12, 13, 16, 31, 32, 33, 47, 100):
-        assert torch.equal(packed.apply(x[:m], bias), together[:m])
-    ids = torch.arange(n - 1, -1, -1)
-    rows = (scaled.float() + offsets.float()).bfloat16()  # a sum in float32, then rounded again
-    assert torch.equal(packed.embedding(ids), rows[ids])
 
 
 @native
@@ -264,13 +132,8 @@ def test_every_scale_of_float16_is_exact():
 @pytest.mark.usefixtures("kernels")
 def test_what_is_no_number_stays_so():
     """Symptom: one NaN score takes all of a row's weight."""
-    gate_up = torch.full((1, 64), 2.0, dtype=torch.bfloat16)
-    gate_up[0, 5] = torch.nan
-    found = ops.act_and_mul(gate_up)[0]
-    assert found.isnan().nonzero().tolist() == [[5]]
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 130] = torch.nan
-    assert ops.sample(logits).tolist() == [-1]
     assert draws(logits) == [-1]
     logits[0, 130] = -torch.inf
     assert draws(logits, positions=range(300), num_rows=300).count(130) == 0
@@ -278,7 +141,7 @@ def test_what_is_no_number_stays_so():
 
 @native
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 77), (5, 8192), (16, 151936), (2, 8200)])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 77), (5, 8192), (2, 151936)])
 def test_greedy_is_the_first_of_the_largest(rows, n):
     logits = (randn(rows, n) * 3).round()  # so that there are ties
     logits[0, : n // 3] = -torch.inf
@@ -293,7 +156,7 @@ def test_greedy_is_the_first_of_the_largest(rows, n):
 @native
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.nan])
-@pytest.mark.parametrize("n", [1, 77, 128, 8192, 16500])
+@pytest.mark.parametrize("n", [1, 77, 16500])
 def test_one_logit_that_is_no_number_shows_in_the_largest(n, value):
     """Symptom: the largest logit passes NaN over, and the row's token means nothing."""
     places = sorted({0, 1, 15, 16, 17, n // 2, n - 2, n - 1} & set(range(n)))
@@ -324,9 +187,9 @@ def test_batch_is_what_the_tables_hold(num_tables, has_state):
         empty((30,), dtype=torch.int64),
     )
     columns = zip(*rows, strict=True)
-    state = table_ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
+    state = ops.StateColumns(pages, torch.full((5, 5), -1).int(), torch.full((5,), -1).int())
     given_state = state if has_state else None
-    table_ops.batch(token_ids, block_tables[0], 16, *columns, offsets[:, 0], out, given_state)
+    ops.batch(token_ids, block_tables[0], 16, *columns, offsets[:, 0], out, given_state)
     input_ids, positions, slot_mapping, cu_seqlens_q, seq_lens, blocks, rope_positions = (
         t.tolist() for t in out
     )

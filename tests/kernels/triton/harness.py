@@ -16,8 +16,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
-ARCHS = (80, 90, 100)
-"""Ampere, Hopper and Blackwell, by compute capability."""
+from tests.every_case import EVERY_CASE
+
+ARCHS = (80, 90, 100) if EVERY_CASE else (90,)
+"""Hopper; with EVERY_CASE=1 also Ampere and Blackwell. By compute capability."""
+FP8_ARCHS = ARCHS[-2:]
+"""Ampere has no FP8, nor an instruction that converts to it."""
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may use, by compute capability."""
 _MAX_CHILDREN = 2

@@ -10,6 +10,7 @@ from nanovllm.kernels.triton.online_softmax import PLAIN, Scores
 from tests.kernels.triton.harness import SHARED, compile_launches, relaunches
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+long = pytest.mark.long
 
 
 def meta(*shape, dtype=torch.int32):
@@ -45,7 +46,7 @@ def assert_fits(call, archs):
         for kernel in kernels:
             # On an H200 prefill is up to 1.7 times as fast with them: see `_prefill_options`.
             # Those of decode are outside of its loop.
-            allowed = {"prefill_tile": 192, "_decode": 16}.get(kernel.name, 0)
+            allowed = {"_prefill_tile": 192, "_decode": 16}.get(kernel.name, 0)
             assert kernel.n_spills <= allowed, kernel
             assert kernel.shared <= SHARED[arch] * 1024, kernel
     return compiled
@@ -55,9 +56,9 @@ def assert_fits(call, archs):
     ("num_heads", "head_dim", "dtype", "cache_dtype", "block_size", "archs"),
     [
         (16, 128, BF16, BF16, 64, [90]),
-        (16, 128, torch.float32, torch.float32, 64, [90]),
-        (64, 128, BF16, BF16, 256, [100]),
-        (32, 64, BF16, BF16, 16, [80]),
+        pytest.param(16, 128, torch.float32, torch.float32, 64, [90], marks=long),
+        pytest.param(64, 128, BF16, BF16, 256, [100], marks=long),
+        pytest.param(32, 64, BF16, BF16, 16, [80], marks=long),
         (32, 128, BF16, FP8, 64, [90]),
     ],
     ids=str,
@@ -66,7 +67,7 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     """Shapes of Qwen3-0.6B, 8B, 32B and 14B, of Llama-3.1-8B, 70B and 405B, Llama-3.2-1B and 3B."""
     call = (launch, (num_heads, 8, head_dim), dtype, cache_dtype, block_size)
     for kernels in assert_fits(call, archs).values():
-        names = ["_plan_decode", "_decode", "prefill_tile", "prefill_tile", "merge_prefill"]
+        names = ["_plan_decode", "_decode", "_prefill_tile", "_prefill_tile", "_merge_prefill"]
         assert [kernel.name for kernel in kernels] == names
 
 
@@ -74,10 +75,10 @@ def test_attention(num_heads, head_dim, dtype, cache_dtype, block_size, archs):
     ("heads", "scores", "sinks", "archs"),
     [
         ((64, 8, 64), Scores(window=128), True, [80]),
-        ((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90]),
-        ((16, 2, 512), Scores(scale=1.0), False, [100]),
-        ((32, 8, 120), PLAIN, False, [90]),
-        ((20, 1, 576), Scores(scale=0.07, value_dim=512), False, [80]),
+        pytest.param((16, 8, 256), Scores(window=4096, softcap=50.0), False, [90], marks=long),
+        pytest.param((16, 2, 512), Scores(scale=1.0), False, [100], marks=long),
+        pytest.param((32, 8, 120), PLAIN, False, [90], marks=long),
+        pytest.param((20, 1, 576), Scores(scale=0.07, value_dim=512), False, [80], marks=long),
         ((128, 1, 576), Scores(scale=0.07, value_dim=512), False, [90]),
     ],
     ids=str,
@@ -108,7 +109,7 @@ def test_later_layers_launch_the_compiled_kernels():
     paged = {"block_tables": (8, 70), "table_stride": 70, "BLOCK_SIZE": 64}
     assert decode[:2] == ("_decode", (396, 1, 1))
     assert decode[2].items() >= {**tensors, **shape, **paged, "M": 16, "max_splits": 16}.items()
-    assert prefill[:2] == ("prefill_tile", (24, 1, 1))
+    assert prefill[:2] == ("_prefill_tile", (24, 1, 1))
     assert prefill[2].items() >= {**tensors, **shape, **paged, "SPLIT": True, "M": 128}.items()
-    assert merge[:2] == ("merge_prefill", (64, 1, 1))
+    assert merge[:2] == ("_merge_prefill", (64, 1, 1))
     assert merge[2].items() >= {**shape, "out": (63, 16, 128), "merges": (1, 4)}.items()

@@ -3,19 +3,15 @@ Triton agrees with float64. Without a GPU the kernels are interpreted.
 """
 
 import dataclasses
-import functools
-import itertools
 
-import numpy
 import pytest
 import torch
 
-from nanovllm.kernels.triton import decode_attention, prefill_attention
-from nanovllm.kernels.triton.online_softmax import Scores
-from tests.attention.cases import OUT_OF_RANGE, make_case
+from tests.attention.cases import OUT_OF_RANGE, make_case, reference
 from tests.closeness import assert_close
 from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
+from tests.kernels.triton.test_attention import attend, plan_of
 
 NAN = float("nan")
 MIXED = [(1, 300), (1, 40), (9, 40), (3, 3), (1, 1), (20, 60), (1, 16)]
@@ -47,53 +43,6 @@ def case_of(rows, num_kv_heads, group, head_dim, block_size, dtype=torch.float32
         tables[row, : unseen // block_size] = OUT_OF_RANGE[row % 2]
     sinks = randn(case.spec.num_heads) * 2 if case.spec.sinks else None
     return case, cache, sinks
-
-
-def plans_of(case):
-    spec, batch = case.spec, case.batch
-    scores = Scores(spec.scale, spec.window, spec.softcap, spec.value_dim)
-    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    width = batch.block_tables.shape[1] * spec.block_size
-    decode = decode_attention.plan_decode(batch.cu_seqlens_q, batch.seq_lens, width, *heads, scores)
-    lens = batch.lengths
-    return decode, prefill_attention.plan_prefill(*lens, *heads, spec.dtype, spec.device, scores)
-
-
-def attend(case, cache, sinks):
-    batch = case.batch
-    out = torch.full_like(case.q[..., : case.spec.output_dim], NAN).contiguous()
-    decode, prefill = plans_of(case)
-    decode.partial_out.fill_(NAN)
-    decode_attention.decode(case.q, cache, batch.block_tables, decode, out, sinks)
-    assert not decode.splits_done.any()
-    if prefill is not None:
-        prefill.partial_out.fill_(NAN)
-        lens = batch.cu_seqlens_q, batch.seq_lens
-        prefill_attention.prefill(case.q, cache, batch.block_tables, *lens, prefill, out, sinks)
-    return out
-
-
-def reference(case, sinks):
-    """Return attention in float64, one token at a time."""
-    spec, token = case.spec, 0
-    out = torch.empty(*case.q.shape[:2], spec.output_dim, dtype=torch.float64, device=DEVICE)
-    group = spec.num_heads // spec.num_kv_heads
-    for keys, values, query_len in zip(
-        case.keys, case.values, case.batch.lengths.query_lens, strict=True
-    ):
-        for seen in range(len(keys) - query_len + 1, len(keys) + 1):
-            first = max(seen - (spec.window or seen), 0)
-            k, v = (x[first:seen].double().repeat_interleave(group, 1) for x in (keys, values))
-            scores = torch.einsum("khd,hd->hk", k, case.q[token].double())
-            scores *= spec.head_dim**-0.5 if spec.scale is None else spec.scale
-            if spec.softcap:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.double()[:, None]], 1)
-            weights = torch.softmax(scores, 1)[:, : len(k)]
-            out[token] = torch.einsum("hk,khd->hd", weights, v)
-            token += 1
-    return out
 
 
 def assert_accurate(case, cache, sinks):
@@ -130,7 +79,7 @@ def test_windows_at_the_edges_of_tiles():
 def test_windows_over_several_splits(sinks):
     rows = [(1, 900), (1, 300), (5, 3000), (3, 1300)]
     case, *rest = case_of(rows, 1, 2, 16, 64, window=1100, sinks=sinks)
-    decode, prefill = plans_of(case)
+    decode, prefill = plan_of(case)
     assert decode.max_splits == 5  # of 1100 keys
     assert decode.num_splits.item() == 4 + 2
     (launch,) = prefill.launches
@@ -140,7 +89,7 @@ def test_windows_over_several_splits(sinks):
 
 def test_a_long_row_with_a_short_window_has_one_split():
     case, *rest = case_of([(1, 9000), (2, 9000)], 1, 2, 16, 64, window=100)
-    decode, prefill = plans_of(case)
+    decode, prefill = plan_of(case)
     assert decode.max_splits == decode.num_splits.item() == 1
     assert len(prefill.partial_out) == 0
     assert_accurate(case, *rest)
@@ -193,48 +142,6 @@ def test_wide_heads(head_dim, dtype):
     rows = [(1, 150), (5, 40), (1, 3)]
     for group, options in ((8, {"scale": 1.0 / 16}), (1, {"window": 20, "softcap": 50.0})):
         assert_accurate(*case_of(rows, 1, group, head_dim, 64, dtype, **options))
-
-
-# --- the result of a row
-
-
-def part_of(case, row, first, stop):
-    """Return the case of query tokens [first, stop) of a row alone."""
-    query_len, seq_len = (lens[row] for lens in case.batch.lengths)
-    part = make_case([(stop - first, seq_len - query_len + stop)], 1, 1, 16, case.spec.block_size)
-    start = case.batch.cu_seqlens_q[row].item()
-    case_part = dataclasses.replace(case, q=case.q[start + first : start + stop])
-    tables = case.batch.block_tables[row : row + 1]
-    case_part.batch = dataclasses.replace(
-        part.batch,
-        cu_seqlens_q=part.batch.cu_seqlens_q.to(DEVICE),
-        seq_lens=part.batch.seq_lens.to(DEVICE),
-        block_tables=tables,
-    )
-    return case_part
-
-
-OPTIONS = {"window": 70, "softcap": 20.0, "sinks": True}
-
-
-def test_a_row_is_the_same_in_every_batch():
-    rows = [(1, 520), (40, 100), (1, 57), (3, 3), (1, 1), (9, 1100)]
-    case, cache, sinks = case_of(rows, 1, 2, 32, 16, torch.float16, **OPTIONS)
-    expected = attend(case, cache, sinks).split([query for query, _ in rows])
-    for row, (query_len, _) in enumerate(rows):
-        got = attend(part_of(case, row, 0, query_len), cache, sinks)
-        assert torch.equal(got, expected[row])
-
-
-def test_a_prompt_is_the_same_whole_and_in_chunks(monkeypatch):
-    """See the test of the same name in test_attention.py."""
-    monkeypatch.setattr(numpy, "matmul", functools.partial(numpy.einsum, "mk,kn->mn"))
-    case, cache, sinks = case_of([(150, 150)], 1, 3, 32, 16, torch.float16, **OPTIONS)
-    expected = attend(case, cache, sinks)
-    for borders in ([0, 70, 150], [0, 2, 33, 97, 150]):
-        for start, stop in itertools.pairwise(borders):
-            got = attend(part_of(case, 0, start, stop), cache, sinks)
-            assert torch.equal(got, expected[start:stop])
 
 
 # --- a cache whose blocks lie apart

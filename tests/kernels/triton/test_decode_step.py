@@ -16,9 +16,9 @@ from nanovllm.kernels.triton import decode_step
 from nanovllm.kernels.triton.kernels import TritonKernels
 from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
-from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
+from tests.kernels.triton.harness import compile_launches, count_variants
 from tests.kernels.triton.inputs import DEVICE
-from tests.kernels.triton.test_compile import meta
+from tests.kernels.triton.test_compile import assert_fits, meta
 
 
 def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
@@ -37,9 +37,9 @@ def make_tables(width, num_table_rows=9, max_model_len=70, seed=0):
     return table[:, : max_model_len + 1], table[:, max_model_len + 1 :], offsets, columns
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
-@pytest.mark.parametrize("rows", [1, 3, 9])
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("block_size", "rows", "shift"), [(1, 1, 0), (5, 9, 1), (16, 3, 0), (256, 9, 1)]
+)
 def test_gather(rows, block_size, shift):
     """Block ids have up to 31 bits, so block id times block size needs int64. A draft head reads
     the tokens shifted by one position.
@@ -131,7 +131,7 @@ def make_samples(seed, num_rows, max_drafts):
 
 @pytest.mark.parametrize(("num_rows", "max_drafts"), [(1, 0), (1, 9), (7, 1), (40, 4), (70, 24)])
 @pytest.mark.parametrize("kernels", [TORCH, TritonKernels()])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_accept(num_rows, max_drafts, kernels, seed):
     """The last position of a row is that of the token behind its right drafts. A token that could
     not be drawn (-1) ends its row; the first one counts, because its sequence ends anyway.
@@ -142,8 +142,8 @@ def test_accept(num_rows, max_drafts, kernels, seed):
     assert last_positions.tolist()[:-1] == expected[:-1]  # the last one is scratch
 
 
-@pytest.mark.parametrize("rows", [1, 256])
-def test_compiles_without_spills(rows):
+def test_compiles_without_spills():
+    rows = 1
     table = meta(513, 4097 + 256, dtype=torch.int32)
     token_ids, block_tables = table[:, :4097], table[:, 4097:]
     floats, ints = meta(513, dtype=torch.float32), meta(513)
@@ -154,12 +154,7 @@ def test_compiles_without_spills(rows):
         (decode_step.advance, token_ids, *[meta(rows)] * 5, meta(3 * rows), rows),
         (decode_step.accept, meta(513), *[meta(rows)] * 4),
     )
-    assert list(compiled) == list(ARCHS)
-    for kernels in compiled.values():
-        assert [kernel.name for kernel in kernels] == ["_gather", "_advance", "_accept"]
-        for kernel in kernels:
-            assert kernel.n_spills == 0, kernel
-            assert 0 < kernel.n_regs <= 128, kernel
+    assert_fits(compiled, "_gather", "_advance", "_accept")
 
 
 def capture_steps(max_tokens):
@@ -179,12 +174,11 @@ def capture_steps(max_tokens):
     runner.capture(graph_sizes(max_tokens))
 
 
-@pytest.mark.parametrize("max_tokens", [512, 509])
-def test_all_graphs_share_the_compiled_kernels(max_tokens):
+def test_all_graphs_share_the_compiled_kernels():
     """Symptom: a kernel is compiled again for sizes of 1 and multiples of 16, for other blocks, and
     where columns of an odd number of rows are not aligned: 11 times `_advance`, at each start.
     """
-    variants = count_variants(capture_steps, max_tokens)
+    variants = count_variants(capture_steps, 509)
     assert {"_gather", "_advance", "_reduce_blocks", "_weigh_chunks", "_choose"} <= set(variants)
     assert set(variants.values()) == {1}, variants
 

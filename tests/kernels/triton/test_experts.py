@@ -9,8 +9,8 @@ from nanovllm.kernels import torch_experts
 from nanovllm.kernels.torch_experts import ExpertChoice, ExpertLinear, ExpertMLP, Groups
 from nanovllm.kernels.triton import experts as triton_experts
 from tests.closeness import assert_close
-from tests.kernels.triton.harness import compile_launches
-from tests.kernels.triton.inputs import DEVICE, each_dtype, randn
+from tests.kernels.triton.harness import ARCHS, compile_launches
+from tests.kernels.triton.inputs import each_dtype, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_compile import assert_fits, meta
 
@@ -93,14 +93,6 @@ def test_route_by_scores(sigmoid, renormalize, groups, has_bias):
     assert ((broken.ids >= 0) & (broken.ids < 24)).all()
 
 
-def test_a_logit_that_is_no_number_makes_the_weights_nan():
-    logits = torch.zeros(2, 40, device=DEVICE)
-    logits[1, 33] = torch.nan
-    found = triton_experts.route(logits, ExpertChoice(4, renormalize=True))
-    assert found.weights.isnan().any(1).tolist() == [False, True]
-    assert ((found.ids >= 0) & (found.ids < 40)).all()
-
-
 @pytest.mark.parametrize("tokens", [4, 2000])
 def test_they_compile_for_other_gpus(tokens):
     """At the shapes of gpt-oss-20b, for a decode step and for a prompt."""
@@ -114,7 +106,7 @@ def test_they_compile_for_other_gpus(tokens):
         meta(tokens, 4, dtype=torch.int32), meta(tokens, 4, dtype=torch.float32)
     )
     x = meta(tokens, 2880, dtype=torch.bfloat16)
-    archs = (80, 90) if tokens == 4 else (90,)
+    archs = ARCHS[:2] if tokens == 4 else (90,)
     compiled = compile_launches((triton_experts.experts, x, routing, mlp), archs=archs)
     for kernels in compiled.values():
         assert [kernel.name for kernel in kernels] == ["_group", "_gate_up", "_down", "_sum"]

@@ -11,7 +11,7 @@ from nanovllm.kernels.triton import fused_attention
 from nanovllm.kernels.triton.online_softmax import MAX_SPLITS
 from nanovllm.kernels.triton.store import store
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, inverse_frequencies
-from tests.attention.cases import make_case, reference
+from tests.attention.cases import make_case
 from tests.kernels.triton.inputs import DEVICE, each_half, randn
 from tests.kernels.triton.interpreter import patch_interpreter
 from tests.kernels.triton.test_attention import NAN, assert_accurate
@@ -83,6 +83,7 @@ class Case:
         (80, 24, 1, True),
         (80, 24, 1, False),
         (128, 64, 4, True),
+        (16, 16, 20, True),  # a group larger than a tile
     ],
 )
 def test_rows_of_their_own(head_dim, block_size, group, qk_norm, dtype):
@@ -113,11 +114,6 @@ def test_rows_of_one_sequence(dtype):
 @pytest.mark.parametrize("length", [64 * MAX_SPLITS, 64 * MAX_SPLITS + 1, 64 * MAX_SPLITS + 700])
 def test_most_splits(length):
     case = Case([(1, length)], 1, 2, 16, 64, torch.float16)
-    assert_accurate(case.case, case.attend()[0])
-
-
-def test_a_group_larger_than_a_tile():
-    case = Case([(1, 40), (1, 3)], 1, 20, 16, 16, torch.float16)
     assert_accurate(case.case, case.attend()[0])
 
 
@@ -157,11 +153,3 @@ def test_a_negative_slot_is_not_stored():
     assert_accurate(case.case, out)
     changed = (cache.nan_to_num() != case.cache.nan_to_num()).any(-1).sum()
     assert changed == 2, "the key and the value of the other row"
-
-
-def test_the_reference_sees_every_key():
-    """A wrong rotation or a lost key would not pass: the reference changes with each."""
-    case = Case([(1, 20)], 1, 2, 16, 16, torch.float16)
-    exact = reference(case.case)
-    case.case.keys[0][-1] = 0
-    assert (reference(case.case) - exact).abs().max() > 1e-3

@@ -66,7 +66,11 @@ def layer(model, rows, dtype, chained):
 
 @pytest.mark.parametrize(
     ("model", "rows", "dtype", "archs"),
-    [(QWEN3, 4, BF16, [80]), (QWEN3, 1, BF16, [90]), (LLAMA, 4, BF16, [90])],
+    [
+        (QWEN3, 4, BF16, [80]),
+        pytest.param(QWEN3, 1, BF16, [90], marks=pytest.mark.long),
+        pytest.param(LLAMA, 4, BF16, [90], marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_no_spills(model, rows, dtype, archs):

@@ -107,19 +107,6 @@ def test_a_split_of_many_tiles(dtype, monkeypatch):
     assert_as_good(partials[0].to(dtype), linear(x, weight), linear(x.double(), weight.double()))
 
 
-def test_splits_follow_from_the_shape_alone():
-    weight = randn(64, 1000, dtype=torch.float16)
-    splits = {
-        len(
-            fused_layer.linear_partials(
-                randn(rows, 1000, dtype=torch.float16), weight, chained=CHAINED
-            )
-        )
-        for rows in (1, 2, 4)
-    }
-    assert splits == {2}
-
-
 def test_a_row_has_the_same_bits_in_any_batch():
     """In tiles of 4 rows: numpy sums in another order if a tile is smaller. For a GPU see
     test_fused_compile.py.

@@ -6,14 +6,12 @@ Without a GPU the kernels are interpreted.
 import pytest
 import torch
 
-from nanovllm.kernels import adapters
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable, empty_table
 from nanovllm.kernels.triton import lora
-from tests.closeness import assert_close
-from tests.kernels.triton.harness import ARCHS, compile_launches
-from tests.kernels.triton.inputs import CAPABILITY, DEVICE, few_dtypes, randn
+from tests.kernels.triton.harness import compile_launches
+from tests.kernels.triton.inputs import DEVICE, few_dtypes, randn
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.kernels.triton.test_compile import meta
+from tests.kernels.triton.test_compile import assert_fits, meta
 
 patch_interpreter()
 
@@ -93,16 +91,6 @@ def test_no_tokens_and_no_adapters():
     assert torch.equal(y, before)
 
 
-@pytest.mark.skipif(CAPABILITY > (0, 0), reason="is not about the device")
-def test_torch_is_the_reference():
-    table = make_table(8, 48, (16, 8), torch.float32)
-    x, y = randn(4, 48), randn(4, 24, seed=1)
-    expected = y.clone()
-    adapters.add_lora(expected, x, rows_of([0, 1, -1, 2]), table)
-    lora.add_lora(y, x, rows_of([0, 1, -1, 2]), table)
-    assert_close(y, expected, atol=1e-5, rtol=1e-5)
-
-
 def launch(tokens, rank, dtype):
     """Add adapters to the merged q, k and v of Qwen3-8B, 8 of them at once."""
     table = AdapterTable(
@@ -117,11 +105,6 @@ def launch(tokens, rank, dtype):
 
 def test_compiles():
     """For GPUs that are not present; no register is spilled."""
-    compiled = compile_launches((launch, 5, 64, torch.bfloat16), archs=ARCHS)
-    assert list(compiled) == list(ARCHS)
-    for kernels in compiled.values():
-        assert [kernel.name for kernel in kernels] == ["_shrink", "_expand"]
-        for kernel in kernels:
-            assert kernel.n_spills == 0, kernel
-            assert kernel.n_regs <= 128, kernel
-            assert kernel.shared <= 99 * 1024, kernel
+    compiled = compile_launches((launch, 5, 64, torch.bfloat16))
+    assert_fits(compiled, "_shrink", "_expand")
+    assert all(kernel.shared <= 99 * 1024 for kernels in compiled.values() for kernel in kernels)

@@ -13,11 +13,11 @@ from nanovllm.kernels.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.kernels.triton.kernels import TritonKernels
 from tests.kernels.state_cases import (
+    exact_delta,
+    exact_mamba,
     make_rows,
     make_states,
     naive_conv,
-    naive_delta,
-    naive_mamba2,
     part_of,
 )
 from tests.kernels.triton.harness import ARCHS, compile_launches, count_variants
@@ -31,11 +31,12 @@ from tests.kernels.triton.inputs import (
     randn,
 )
 from tests.kernels.triton.interpreter import patch_interpreter
-from tests.kernels.triton.test_compile import DTYPES, assert_fits, meta
+from tests.kernels.triton.test_compile import assert_fits, meta
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 patch_interpreter()
 TRITON = TritonKernels()
+long = pytest.mark.long
 LENGTHS, WRITTEN = [5, 0, 1, 9, 2], [3, 0, 1, 9, 0]
 """Tokens of each row, and after how many of them the state is written."""
 PAGES = [[3, 0], [9, 7], [1, 5], [4, 2], [6, 10]]
@@ -82,8 +83,8 @@ class Delta:
         return kernels.gated_delta(*inputs, *self.fixed, states, rows, self.bound)
 
     def exact(self, inputs, parts):
-        out, state = naive_delta(*inputs, *self.fixed, torch.stack(parts[1:]), self.bound)
-        return out, [parts[0], *state]
+        out, known = exact_delta((*inputs, *self.fixed), torch.stack(parts[1:]), self.bound)
+        return out, [parts[0], *known[-1]]
 
 
 class Mamba2:
@@ -103,8 +104,9 @@ class Mamba2:
         return kernels.mamba2(*inputs, *self.fixed, states, rows)
 
     def exact(self, inputs, parts):
-        out, state = naive_mamba2(*inputs, *self.fixed, torch.stack(parts[1:]))
-        return out, [parts[0], *state]
+        *fixed, limits = self.fixed
+        out, known = exact_mamba((*inputs, *fixed), limits, torch.stack(parts[1:]))
+        return out, [parts[0], *known[-1]]
 
 
 def states_of(case):
@@ -178,8 +180,7 @@ def test_causal_conv(channels, taps, bias, silu, dtype):
     check_bits(case, min(taps - 1, 3))
 
 
-@pytest.mark.thinned(3)
-@each_dtype
+@few_dtypes
 @pytest.mark.parametrize(
     ("key_heads", "value_heads", "key_dim", "value_dim"), [(2, 4, 20, 12), (1, 1, 100, 12)]
 )
@@ -197,8 +198,8 @@ def test_delta_rule_with_a_decay_for_each_row_of_the_state(bound, dtype):
     check_bits(case, 4)
 
 
-@pytest.mark.thinned(3)
-@each_dtype
+@pytest.mark.thinned(2)
+@few_dtypes
 @pytest.mark.parametrize(
     ("groups", "heads", "state_dim", "head_dim", "limits"),
     [(2, 4, 20, 12, (0.0, math.inf)), (1, 2, 128, 12, (0.1, 1.0))],
@@ -207,13 +208,6 @@ def test_mamba2(groups, heads, state_dim, head_dim, limits, dtype):
     case = Mamba2(dtype, groups, heads, state_dim, head_dim, limits)
     check_against_float64(case)
     check_bits(case, 4)
-
-
-def test_the_exact_results_lie_where_the_inputs_do():
-    """Else a GPU's cannot be compared with them."""
-    sizes = (5, 32), (5, 2), (5, 2), (2,), (2,), (2, 8, 8)
-    out, state = naive_delta(*(torch.empty(size, device="meta") for size in sizes))
-    assert out.device == state.device == torch.device("meta")
 
 
 def test_no_tokens():
@@ -319,12 +313,6 @@ def launch_mamba2(groups, heads, state_dim, dtype):
     TRITON.gated_rms_norm(outputs, outputs, weight, EPS, True)
 
 
-def launch_short_convolution(channels, dtype):
-    states, rows = meta_states([StatePart((2, channels), dtype)])
-    x, weight = meta(5, channels, dtype=dtype), meta(channels, 3, dtype=dtype)
-    TRITON.causal_conv(x, weight, meta(channels, dtype=dtype), False, states, rows)
-
-
 def meta_states(parts):
     places = meta(len(parts), 2, dtype=torch.int64)
     states = States(meta(99, 2**17, dtype=torch.uint8), places, tuple(parts))
@@ -332,31 +320,22 @@ def meta_states(parts):
     return states, StateRows(pages, ends, written)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=long)])
 def test_they_compile_for_other_gpus(dtype):
     """At the shapes of Qwen3.5-4B."""
-    archs = ARCHS if dtype == torch.bfloat16 else [90]
-    compiled = compile_launches((launch_layer, 16, 32, dtype), archs=archs)
+    compiled = compile_launches((launch_layer, 16, 32, dtype), archs=ARCHS)
     assert_fits(compiled, "_causal_conv", "_gated_delta", "_gated_rms_norm")
 
 
-def test_other_families_compile():
-    """At the shape of LFM2-1.2B."""
-    compiled = compile_launches((launch_short_convolution, 2048, torch.bfloat16), archs=[90])
-    assert_fits(compiled, "_causal_conv")
-
-
-@pytest.mark.parametrize("bound", [-5.0])
-def test_kimi_delta_attention_compiles(bound):
+def test_kimi_delta_attention_compiles():
     """At the shape of Kimi-Linear, on two ranks; and bounded."""
-    compiled = compile_launches((launch_kimi_delta, 16, bound, torch.bfloat16))
+    compiled = compile_launches((launch_kimi_delta, 16, -5.0, torch.bfloat16))
     assert_fits(compiled, "_gated_delta", "_gated_rms_norm")
 
 
-@pytest.mark.parametrize("sizes", [(8, 96, 128)])
-def test_mamba2_compiles(sizes):
-    """At the shapes of Nemotron Nano 4B; of Falcon-H1; and of Granite 4 H-Small."""
-    compiled = compile_launches((launch_mamba2, *sizes, torch.bfloat16))
+def test_mamba2_compiles():
+    """At the shapes of Nemotron Nano 4B."""
+    compiled = compile_launches((launch_mamba2, 8, 96, 128, torch.bfloat16))
     assert_fits(compiled, "_causal_conv", "_mamba2", "_gated_rms_norm")
 
 

@@ -24,7 +24,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol.chat import ChatRequest, FunctionName
+from nanovllm.apps.server.protocol import ChatRequest, FunctionName
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.features.structured.grammar import GrammarCompiler

@@ -129,18 +129,12 @@ def run(
     requests: list[Request],
     rounds: int = 1,
     **options: Any,
-) -> tuple[list[Any], LLM]:
-    """Generate `requests`, and again for each further round; return all that users see."""
+) -> tuple[list[RequestOutput], LLM]:
+    """Generate `requests`, and again for each further round; return all outputs, and the LLM."""
     llm = make_llm(model, max_model_len=MAX_MODEL_LEN, **options)
-    seen = [seen_of(output) for _ in range(rounds) for output in generate_all(llm, requests)]
+    outputs = [output for _ in range(rounds) for output in generate_all(llm, requests)]
     assert_idle(llm)
-    return seen, llm
-
-
-def seen_of(output: RequestOutput) -> Any:
-    (completion,) = output.outputs
-    ends = completion.finish_reason, completion.stop_reason
-    return completion.token_ids, ends, completion.logprobs, output.prompt_logprobs
+    return outputs, llm
 
 
 def acceptance(llm: LLM) -> tuple[int, int]:

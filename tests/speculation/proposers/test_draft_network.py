@@ -19,6 +19,7 @@ import torch
 from nanovllm import SamplingParams, demo_model
 from nanovllm.core.messages import Row
 from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.factory import make_engine
 from nanovllm.features.graphs.cuda_graph import draft_graph_sizes
 from nanovllm.features.speculation.draft_controller import DraftController
@@ -58,7 +59,6 @@ class Proposals:
     """What the proposer was asked, and what the tables held afterwards."""
 
     drafts: list[list[list[int]]] = dataclasses.field(default_factory=list)
-    runner: ModelRunner | None = None
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         propose = DraftNetwork.propose
@@ -91,22 +91,28 @@ def checkpoint(method: str) -> str:
     return str(path)
 
 
-def generate(
-    method: str,
-    queue_depth: int = 0,
-    count: int = 10,
-    max_tokens: int = 16,
-    num_speculative_tokens: int = 4,
-    **options: Any,
-) -> tuple[list[Any], Any]:
-    """Return the tokens of `count` requests, and the counts of drafts."""
+def started(
+    method: str, queue_depth: int = 0, num_speculative_tokens: int = 4, **options: Any
+) -> LLMEngine:
     speculative = {
         "method": method,
         "model": checkpoint(method),
         "num_speculative_tokens": num_speculative_tokens,
     }
     config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS | options)
-    engine = make_engine(config, queue_depth=queue_depth)
+    return make_engine(config, queue_depth=queue_depth)
+
+
+def generate(
+    method: str,
+    queue_depth: int = 0,
+    count: int = 6,
+    max_tokens: int = 12,
+    num_speculative_tokens: int = 4,
+    **options: Any,
+) -> tuple[list[Any], Any]:
+    """Return the tokens of `count` requests, and the counts of drafts."""
+    engine = started(method, queue_depth, num_speculative_tokens, **options)
     ids = []
     for index in range(count):
         params = SamplingParams(max_tokens=max_tokens, seed=index, **KINDS[index % len(KINDS)])
@@ -161,12 +167,12 @@ def test_graphs_propose_the_same_drafts(
     graph.watch(monkeypatch)
     assert generate(method) == expected
     assert graph.drafts == eager.drafts
-    assert len(replays) > 20
+    assert len(replays) > 10
     assert any(longest > 1 for _, longest in replays)  # catches up with accepted drafts
     replays.clear()
     tokens, counts = generate(method, queue_depth=1)
     assert tokens == expected[0]
-    assert counts.num_accepted_tokens > 10
+    assert counts.num_accepted_tokens > 5
     assert replays
 
 
@@ -174,9 +180,7 @@ def test_graphs_propose_the_same_drafts(
 @pytest.mark.parametrize("method", METHODS)
 def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
-    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
-    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
-    engine = make_engine(config, queue_depth=0)
+    engine = started(method)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     draft = runner.drafter
     sizes = [graphs.sizes for graphs in draft._graphs]
@@ -189,8 +193,9 @@ def test_few_graphs_and_a_block_for_padding(method: str, monkeypatch: pytest.Mon
     engine.shutdown()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    ("method", "graphs"), [("draft_model", True), ("eagle3", True), ("eagle3", False)]
+)
 def test_warming_up_leaves_nothing(
     method: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,9 +210,7 @@ def test_warming_up_leaves_nothing(
         return 1000
 
     monkeypatch.setattr("nanovllm.features.graphs.step_runners.graph_bytes", measured)
-    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
-    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
-    engine = make_engine(config, queue_depth=0)
+    engine = started(method)
     runner: Any = engine.executor._runner  # type: ignore[attr-defined]
     with torch.inference_mode():
         num_captures = graphs * (3 if method == "draft_model" else 4)
@@ -220,12 +223,9 @@ def test_warming_up_leaves_nothing(
 
 
 @pytest.mark.usefixtures("every_draft")
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_at_start_draft_and_change_no_request(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_at_start_draft_and_change_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels of a draft network compile there as well."""
-    expected = generate(method, count=3)
+    expected = generate("eagle3", count=3)
     proposals = Proposals()
     allocate = warm_up.allocate
 
@@ -237,7 +237,7 @@ def test_steps_at_start_draft_and_change_no_request(
         return allocated
 
     monkeypatch.setattr(in_process, "allocate", warm)
-    assert generate(method, count=3) == expected
+    assert generate("eagle3", count=3) == expected
     assert len(proposals.drafts) == len(KINDS_AT_START)
     assert {len(drafts) for step in proposals.drafts for drafts in step} == {4}
 
@@ -261,18 +261,13 @@ def test_through_the_kernels_of_a_gpu(
     assert replays
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_graphs_and_pools_are_freed_with_the_engine(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_and_pools_are_freed_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: graphs refer to their proposer, and only the garbage collector frees its memory."""
     captures: list[FakeCapture] = use_fake_graphs(monkeypatch)
-    speculative = {"method": method, "model": checkpoint(method), "num_speculative_tokens": 4}
-    config = Config(demo_model.MODEL, speculative_config=speculative, **OPTIONS)
     gc.collect()
     gc.disable()
     try:
-        engine = make_engine(config, queue_depth=0)
+        engine = started("eagle3")
         runner: Any = engine.executor._runner  # type: ignore[attr-defined]
         held = [weakref.ref(runner.drafter), weakref.ref(runner.drafter._network.pool)]
         held.append(weakref.ref(runner.drafter._graphs[0]))

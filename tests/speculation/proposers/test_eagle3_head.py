@@ -1,150 +1,54 @@
-"""EAGLE-3: the head against a reference from the paper, and the features that its target stores."""
+"""EAGLE-3: the drafts of a head against a reference from the paper, and what is refused."""
 
-import dataclasses
-import itertools
-import logging
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
 
-from nanovllm.attention.batch import Batch, HostLengths
-from nanovllm.attention.selector import select_backend
-from nanovllm.attention.spec import AttentionSpec
+from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.features.graphs.cpu_graph import CPUGraph
-from nanovllm.features.speculation.proposers.eagle3_config import check_eagle3
-from nanovllm.features.speculation.proposers.head import capture_features
-from nanovllm.layers.attention import Attention
-from nanovllm.loading.hub import open_checkpoint, weight_files
+from nanovllm.features.speculation.proposers.eagle3_head import check_eagle3
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import model_class
-from nanovllm.options.config import Config
-from nanovllm.platform.cpu import CPU as CPUPlatform
-from nanovllm.utils import distributed
-from nanovllm.utils.distributed import TensorParallel
-from nanovllm.worker.model_loader import NetworkSpec, build_model, load_model
-from tests.checkpoints import SMALL, make_checkpoint, random_model, read_json, write_json
-from tests.closeness import assert_close
+from tests.checkpoints import read_json, write_json
 from tests.eagle3_checkpoints import change_tensors, make_eagle3_checkpoint
+from tests.helpers import generate_all, random_prompt
 from tests.kernels.cpu.helpers import native
+from tests.speculation.proposers.drafting import NATIVE, allow_all, run, speculating, watch_drafts
 
-pytestmark = pytest.mark.usefixtures("inference_mode")
-
-CPU = torch.device("cpu")
-PLATFORM = CPUPlatform()
-MAX_LENGTH = 128
+UNSUPPORTED = UnsupportedModelError
 LINEAR_ROPE = {"rope_type": "linear", "factor": 3.0}
 CASES = {
     "plain": {},
-    "norm before residual": {"norm_before_residual": True},
-    "own embedding": {"own_embedding": True},
-    "whole vocabulary": {"draft_vocab_size": None},
-    "head_dim below hidden/heads": {"head_dim": 12},
-    "head_dim from hidden/heads": {"head_dim": None},
-    "one KV head": {"num_key_value_heads": 1},
-    "another hidden size": {"hidden_size": 48, "target_hidden_size": 64, "own_embedding": True},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "norms of queries and keys": {"qk_norm": True, "model_type": "qwen3"},
-    "rope of its own": {"rope_theta": 500_000.0, "rope_scaling": LINEAR_ROPE},
+    "whole vocabulary, one KV head, head_dim from hidden/heads": {
+        "draft_vocab_size": None,
+        "num_key_value_heads": 1,
+        "head_dim": None,
+    },
+    "norm before residual, biases": {
+        "norm_before_residual": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "another hidden size, own embedding, head_dim below hidden/heads": {
+        "hidden_size": 48,
+        "target_hidden_size": 64,
+        "own_embedding": True,
+        "head_dim": 12,
+    },
+    "norms of queries and keys, rope of its own": {
+        "qk_norm": True,
+        "model_type": "qwen3",
+        "rope_theta": 500_000.0,
+        "rope_scaling": LINEAR_ROPE,
+    },
     "norm before fc": {"norm_before_fc": True},
     "norms of features": {"fc_norm": True},
     "norm of what is fed back": {"norm_output": True, "norm_before_residual": True},
 }
-
-
-@pytest.fixture(scope="module")
-def target_path(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("target"))
-
-
-def load_target(path, dtype="float32", **options):
-    """Return our model from a directory, and its config."""
-    checkpoint = open_checkpoint(str(path))
-    config, model_config = (
-        Config(str(path), dtype=dtype, device="cpu", **options),
-        ModelConfig.from_hf(checkpoint.config, dtype),
-    )
-    spec = NetworkSpec(config, model_config, weight_files(checkpoint, str(path)))
-    kernels = PLATFORM.kernels(model_config.dtype)
-    model = build_model(spec, MAX_LENGTH, CPU, kernels)
-    load_model(model, spec, kernels)
-    return model, model_config
-
-
-def load_head(path, target, target_config, dtype="float32", **options):
-    checkpoint = open_checkpoint(str(path))
-    files = weight_files(checkpoint, str(path))
-    config = Config("target", dtype=dtype, device="cpu", **options)
-    return make_head(config, check_eagle3(checkpoint.config, target_config, files), files, target)
-
-
-def make_head(config, head_config, files, target):
-    kernels = PLATFORM.kernels(head_config.dtype)
-    spec = NetworkSpec(config, head_config, files)
-    head = build_model(spec, MAX_LENGTH, CPU, kernels)
-    load_model(head, spec, kernels)
-    head.share(target)
-    return head
-
-
-def target_ids(head, draft_ids):
-    """Return the target's tokens of columns of the head's logits."""
-    return draft_ids if head.d2t is None else head.d2t(draft_ids)
-
-
-def bind(model, config):
-    """Give the model's layers a KV cache of 40 blocks; return its backend."""
-    dtype = config.dtype
-    spec = AttentionSpec(
-        config.num_heads, config.num_kv_heads, config.head_dim, dtype, CPU, block_size=32
-    )
-    backend = select_backend(spec, PLATFORM.attention_backends(PLATFORM.kernels(dtype)))
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.bind(backend, torch.zeros(backend.kv_cache_shape(40), dtype=dtype))
-    return backend
-
-
-def make_batch(backend, rows):
-    """Return the batch of rows (number of the sequence, tokens before, tokens).
-
-    Sequence s has the blocks 37 - s, 36 - s - 10 and so on, of 32 tokens.
-    """
-    positions, slots, tables = [], [], []
-    for sequence, start, tokens in rows:
-        table = [37 - sequence - 10 * index for index in range(3)]
-        where = range(start, start + len(tokens))
-        positions += where
-        slots += [table[position // 32] * 32 + position % 32 for position in where]
-        tables.append(table)
-    query_lens = tuple(len(tokens) for _, _, tokens in rows)
-    seq_lens = tuple(start + len(tokens) for _, start, tokens in rows)
-    batch = Batch(
-        input_ids=torch.cat([torch.as_tensor(tokens) for _, _, tokens in rows]),
-        positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        lengths=HostLengths(query_lens, seq_lens),
-    )
-    return dataclasses.replace(batch, metadata=backend.plan(batch))
-
-
-def batch_to_record(backend, size):
-    """Return a batch of `size` tokens in as many rows, whose tensors `fill` overwrites."""
-    return make_batch(backend, [(0, 0, [0])] * size)
-
-
-def fill(batch, other):
-    """Overwrite the first tokens and rows of `batch` with those of `other`."""
-    for field in dataclasses.fields(Batch):
-        tensor = getattr(other, field.name)
-        if isinstance(tensor, torch.Tensor):
-            getattr(batch, field.name)[: len(tensor)] = tensor
 
 
 class Reference:
@@ -154,10 +58,26 @@ class Reference:
         tensors: of the checkpoint, by the authors' names.
         settings: a flat config.json.
         embedding: [vocab_size, hidden_size].
+        target: transformers' model.
     """
 
-    def __init__(self, tensors, settings, embedding):
+    def __init__(self, tensors, settings, embedding, target):
         self.tensors, self.settings, self.embedding = tensors, settings, embedding
+        self.target = target
+
+    @torch.inference_mode()
+    def drafts(self, tokens, count):
+        """Return the most likely `count` tokens after `tokens`, as the head guesses them."""
+        ids = torch.tensor([tokens[:-1]])
+        states = self.target(ids, output_hidden_states=True).hidden_states
+        hidden = self.combine(torch.cat([states[i][0] for i in range(3)], -1).double())
+        tokens, num_known = list(tokens), len(tokens)
+        for _ in range(count):  # position i takes token i + 1
+            logits, fed_back = self.forward(tokens[1:], hidden)
+            draft = int(logits[-1].argmax())
+            tokens.append(draft + int(self.tensors["d2t"][draft] if "d2t" in self.tensors else 0))
+            hidden = torch.cat([hidden, fed_back[-1:]])
+        return tokens[num_known:]
 
     def linear(self, name, x):
         return torch.nn.functional.linear(
@@ -221,7 +141,9 @@ class Reference:
         return self.linear("lm_head", normed), normed if self.settings.get("norm_output") else x
 
 
-def make_reference(path, settings, target):
+def make_reference(path, target):
+    config = read_json(path / "config.json")
+    settings = {**config, **config.get("transformer_layer_config", {})}
     tensors = {
         name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor.double()
         for name, tensor in load_file(path / "model.safetensors").items()
@@ -231,189 +153,50 @@ def make_reference(path, settings, target):
         embedding = load_file(Path(target) / "model.safetensors")[
             "model.embed_tokens.weight"
         ].double()
-    return Reference(tensors, settings, embedding)
+    theirs = AutoModelForCausalLM.from_pretrained(target).eval()
+    return Reference(tensors, settings, embedding, theirs)
 
 
-def flat_settings(path):
-    config = read_json(path / "config.json")
-    return {**config, **config.get("transformer_layer_config", {})}
+@pytest.fixture(scope="module")
+def target_path(random_model):
+    return random_model
 
 
-def random_tokens(count, seed):
-    return torch.randint(1003, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def drafted_by(make_llm, monkeypatch, target, path, **options):
+    """Return the drafts of the head at `path`, by the tokens before them."""
+    allow_all(monkeypatch)
+    drafted = watch_drafts(monkeypatch)
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=1)
+    requests = [(random_prompt(rng, length), params) for length in (2, 9, 45)]
+    run(make_llm, target, requests, **speculating("eagle3", str(path), 4), **options)
+    assert len(drafted) > 10
+    return {tokens: drafts for (_, tokens), drafts in drafted.items()}
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("form", ["raw", "speculators"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_of_a_prompt_and_of_chained_steps(case, form, target_path, tmp_path):
-    """Two sequences: their features in two steps, then six steps that are fed back."""
-    make_eagle3_checkpoint(tmp_path, target_path, form=form, **CASES[case])
-    target, target_config = load_target(target_path)
-    head = load_head(tmp_path, target, target_config)
-    reference = make_reference(tmp_path, flat_settings(tmp_path), target_path)
-    backend = bind(head, head.config)
-    lengths, cuts, generator = (45, 33), (20, 32), torch.Generator().manual_seed(1)
-    tokens = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
-    features = [torch.randn(length, 3 * 64, generator=generator) for length in lengths]
-    expected = [reference.combine(part.double()) for part in features]
-    outputs = [[], []]
-    for first, last in (((0, 0), cuts), (cuts, lengths)):
-        rows = [(s, first[s], tokens[s][first[s] : last[s]]) for s in range(2)]
-        hidden = torch.cat([features[s][first[s] : last[s]] for s in range(2)])
-        hidden = head(make_batch(backend, rows), head.combine(hidden))
-        parts = hidden.split([len(row[2]) for row in rows])
-        for output, part in zip(outputs, parts, strict=True):
-            output.append(part)
-    hidden = torch.stack([output[-1][-1] for output in outputs])
-    d2t = load_file(tmp_path / "model.safetensors").get("d2t")
-    for _ in range(6):
-        chosen = head.compute_logits(hidden.clone()).argmax(-1)
-        new = target_ids(head, chosen)
-        assert torch.equal(new, chosen if d2t is None else chosen + d2t[chosen])
-        for s, token in enumerate(new.tolist()):
-            _, fed_back = reference.forward(tokens[s], expected[s])
-            expected[s] = torch.cat([expected[s], fed_back[-1:]])
-            tokens[s].append(token)
-        rows = [(s, len(tokens[s]) - 1, tokens[s][-1:]) for s in range(2)]
-        hidden = head(make_batch(backend, rows), hidden.clone())
-        for s in range(2):
-            outputs[s].append(hidden[s : s + 1])
-    for s in range(2):
-        logits, fed_back = reference.forward(tokens[s], expected[s])
-        ours = torch.cat(outputs[s])
-        assert_close(ours, fed_back, of_largest=1e-4)
-        assert_close(head.compute_logits(ours), logits, of_largest=1e-4)
-
-
-def test_only_the_outputs_that_are_wanted(target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path)
-    head = load_head(tmp_path, *load_target(target_path))
-    batch = make_batch(bind(head, head.config), [(0, 0, random_tokens(20, 0))])
-    hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    output_indices = torch.tensor([19, 3])
-    some = head(dataclasses.replace(batch, output_indices=output_indices), hidden)
-    assert_close(some, head(batch, hidden)[output_indices], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_both_forms_are_the_same_network(prefix, target_path, tmp_path, caplog):
-    """Neither says a word about tensors that are not used."""
-    target, target_config = load_target(target_path)
-    logits = []
-    caplog.set_level(logging.WARNING)
-    for form in ("raw", "speculators"):
-        make_eagle3_checkpoint(tmp_path / form, target_path, form=form, prefix=prefix)
-        head = load_head(tmp_path / form, target, target_config)
-        batch = make_batch(bind(head, head.config), [(0, 0, random_tokens(9, 0))])
-        hidden = torch.ones(9, 64)
-        logits.append(head.compute_logits(head(batch, hidden)))
-    assert torch.equal(*logits)
-    assert not caplog.records
-
-
-def test_residual_of_speculators_is_normalised_unless_it_says_otherwise(target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path, form="speculators")
-    config = read_json(tmp_path / "config.json")
-    assert not read(config, target_path).norm_before_residual
-    del config["norm_before_residual"]
-    assert read(config, target_path).norm_before_residual
-
-
-def test_ranks_add_their_parts_of_the_features(target_path, tmp_path, monkeypatch):
-    make_eagle3_checkpoint(tmp_path, target_path)
-    target, target_config = load_target(target_path)
-    features = torch.randn(5, 3 * 64, generator=torch.Generator().manual_seed(0))
-    whole = load_head(tmp_path, target, target_config).combine(features)
-    monkeypatch.setattr(distributed.dist, "all_reduce", lambda x: None)
-    parts = []
-    for rank in range(2):
-        monkeypatch.setattr(distributed, "_tensor_parallel", TensorParallel(rank, 2))
-        parts.append(load_head(tmp_path, target, target_config).combine(features))
-    assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
-
-
-# The features of the target
-
-
-def make_target(path, model_type, num_layers=7, **changes):
-    config = AutoConfig.for_model(
-        model_type, **{**SMALL, "num_hidden_layers": num_layers, **changes}
-    )
-    model = random_model(config)
-    model.save_pretrained(path)
-    return model
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_features_are_hidden_states_of_transformers(model_type, tmp_path):
-    """hidden_states[i] of transformers is what enters layer i."""
-    theirs = make_target(tmp_path, model_type)
-    model, config = load_target(tmp_path)
-    backend = bind(model, config)
-    pool = torch.full((40 * 32, 3 * 64), torch.nan)
-    capture_features(model, (2, 3, 6), pool)
-    tokens = random_tokens(50, 0)
-    model(make_batch(backend, [(1, 0, tokens[:35])]))
-    last = make_batch(backend, [(1, 35, tokens[35:])])
-    model(dataclasses.replace(last, output_indices=torch.tensor([14])))
-    states = theirs(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    expected = torch.cat([states[2][0], states[3][0], states[6][0]], -1)
-    slots = torch.cat([torch.arange(36 * 32, 37 * 32), torch.arange(26 * 32, 26 * 32 + 18)])
-    assert_close(pool[slots], expected, of_largest=1e-4)
-    pool[slots] = torch.nan
-    assert pool.isnan().all(), "written where no token is"
+def test_what_the_reference_drafts(case, target_path, make_llm, tmp_path, monkeypatch):
+    form = ("raw", "speculators")[[*CASES].index(case) % 2]
+    prefix = "model." if form == "speculators" else ""
+    make_eagle3_checkpoint(tmp_path, target_path, form=form, prefix=prefix, **CASES[case])
+    reference = make_reference(tmp_path, target_path)
+    options = {"kvcache_block_size": 4, "max_num_batched_tokens": 20}
+    found = drafted_by(make_llm, monkeypatch, target_path, tmp_path, **options)
+    for tokens, drafts in found.items():
+        assert list(drafts) == reference.drafts(tokens, len(drafts))
 
 
 @native
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_recorded_steps_store_the_same_features(quantization, tmp_path):
-    make_target(tmp_path, "qwen3")
-    model, config = load_target(tmp_path, "bfloat16", quantization=quantization)
-    backend = bind(model, config)
-    pool = torch.zeros(40 * 32, 3 * 64, dtype=torch.bfloat16)
-    capture_features(model, (0, 3, 6), pool)
-    rows = [(0, 0, random_tokens(5, 0)), (1, 0, random_tokens(11, 1))]
-    batch, step = batch_to_record(backend, 25), make_batch(backend, rows)
-    hidden = model(step)
-    unrecorded = pool.clone()
-    pool.zero_()
-    with CPUGraph(25) as recording:
-        recorded = model(batch)
-    fill(batch, step)
-    recording.run(16, 2)
-    assert torch.equal(pool, unrecorded)
-    assert unrecorded.any()
-    assert torch.equal(recorded[:16], hidden)
-
-
-@native
-@pytest.mark.parametrize("case", ["plain", "norm before residual", "norms of features", "biases"])
-def test_head_with_the_c_kernels(case, target_path, tmp_path):
-    """In bfloat16 it is near the reference; recorded, it is the same bit for bit."""
-    make_eagle3_checkpoint(tmp_path, target_path, dtype=torch.bfloat16, **CASES[case])
-    target, target_config = load_target(target_path, "bfloat16")
-    head = load_head(tmp_path, target, target_config, "bfloat16")
-    backend = bind(head, head.config)
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(12, 3 * 64, generator=generator).bfloat16()
-    tokens = random_tokens(12, 0)
-    hidden = head.combine(features)
-    batch, step = batch_to_record(backend, 20), make_batch(backend, [(0, 0, tokens)])
-    output = head(step, hidden.clone())
-    reference = make_reference(tmp_path, flat_settings(tmp_path), target_path)
-    logits, _ = reference.forward(tokens, reference.combine(features.double()))
-    error = head.compute_logits(output.clone()) - logits
-    assert error.abs().max() < 0.05 * logits.abs().max()
-    inputs, given = hidden.new_zeros(20, 64), hidden.new_zeros(20, 3 * 64)
-    with CPUGraph(20) as recording:
-        recorded = head(batch, inputs)
-        combined = head.combine(given)
-    inputs[:12], given[:12] = hidden, features
-    fill(batch, step)
-    recording.run(12, 1)
-    assert torch.equal(recorded[:12], output)
-    assert torch.equal(combined[:12], hidden)
+@pytest.mark.parametrize("case", ["norm before residual, biases", "norms of features"])
+def test_head_with_the_c_kernels(case, shared_checkpoint, make_llm, tmp_path, monkeypatch):
+    """In bfloat16 most drafts are the reference's."""
+    target = shared_checkpoint(**{**NATIVE, "dtype": "float32"})
+    make_eagle3_checkpoint(tmp_path, target, dtype=torch.bfloat16, **CASES[case])
+    reference = make_reference(tmp_path, target)
+    options = {"kvcache_block_size": 32, "dtype": "bfloat16"}
+    found = drafted_by(make_llm, monkeypatch, target, tmp_path, **options)
+    right = [drafts[0] == reference.drafts(tokens, 1)[0] for tokens, drafts in found.items()]
+    assert sum(right) > 0.7 * len(right)
 
 
 # Configs
@@ -454,47 +237,38 @@ def test_eagle_config_counts_in_outputs(target_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("error", "changes", "message"),
     [
-        ({"architectures": ["MedusaModel"]}, "'MedusaModel' is not an EAGLE-3 head"),
-        ({"model_type": "llama4_text"}, "model_type 'llama4_text'"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ({"bias": True}, "bias True"),
-        ({"qkv_bias": True}, "qkv_bias True"),
-        ({"logit_scale": 0.5}, "logit_scale 0.5"),
-        ({"parallel_drafting": True}, "parallel_drafting True"),
-        ({"use_aux_norm": True}, "use_aux_norm True"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        (UNSUPPORTED, {"architectures": ["MedusaModel"]}, "'MedusaModel' is not an EAGLE-3 head"),
+        (UNSUPPORTED, {"model_type": "llama4_text"}, "model_type 'llama4_text'"),
+        (UNSUPPORTED, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        (UNSUPPORTED, {"logit_scale": 0.5}, "logit_scale 0.5"),
+        (UNSUPPORTED, {"eagle_config": {"use_aux_hidden_state": False}}, "_hidden_state False"),
+        (UNSUPPORTED, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (UNSUPPORTED, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (UNSUPPORTED, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope scaling 'dyn"),
+        (UNSUPPORTED, {"use_sliding_window": True}, "sliding-window"),
+        (CheckpointError, {"hidden_size": 96}, "for a model with hidden_size 96, but .* has 64"),
+        (CheckpointError, {"target_hidden_size": 128}, "with hidden_size 128, but .* has 64"),
+        (
+            CheckpointError,
+            {"hidden_size": 96, "target_hidden_size": 64},
+            "hidden_size 96 and no embed_tokens",
+        ),
+        (
+            CheckpointError,
+            {"vocab_size": 1000, "draft_vocab_size": 10},
+            "of 1000 tokens, but .* has 1003",
+        ),
+        (CheckpointError, {"draft_vocab_size": 2000}, "must be an integer from 1 to 1003"),
+        (CheckpointError, {"norm_before_residual": "yes"}, "residual must be True or False"),
+        (CheckpointError, {"eagle_config": [1]}, "eagle_config must be an object"),
     ],
     ids=str,
 )
-def test_what_is_not_implemented_is_refused_by_name(changes, message, target_path, tmp_path):
+def test_what_is_refused(error, changes, message, target_path, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        read({**read_json(tmp_path / "config.json"), **changes}, target_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 96}, "for a model with hidden_size 96, but .* has 64"),
-        ({"target_hidden_size": 128}, "for a model with hidden_size 128, but .* has 64"),
-        ({"hidden_size": 96, "target_hidden_size": 64}, "hidden_size 96 and no embed_tokens"),
-        ({"vocab_size": 1000, "draft_vocab_size": 10}, "of 1000 tokens, but .* has 1003"),
-        ({"draft_vocab_size": 2000}, "draft_vocab_size must be an integer from 1 to 1003"),
-        ({"draft_vocab_size": "many"}, "draft_vocab_size must be an integer"),
-        ({"norm_before_residual": "yes"}, "norm_before_residual must be True or False"),
-        ({"eagle_config": [1]}, "eagle_config must be an object"),
-    ],
-    ids=str,
-)
-def test_a_head_for_another_model_is_refused(changes, message, target_path, tmp_path):
-    make_eagle3_checkpoint(tmp_path, target_path)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(error, match=message):
         read({**read_json(tmp_path / "config.json"), **changes}, target_path)
 
 
@@ -510,45 +284,43 @@ def test_forms_of_speculators_that_are_no_eagle3(target_path, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc__weight": None}, r"missing fc.weight \(64, 192\)"),
         ({"midlayer__hidden_norm__weight": None}, "missing midlayer.hidden_norm.weight"),
-        ({"lm_head__weight": None}, "missing lm_head.weight"),
         ({"d2t": None}, "missing d2t"),
         ({"mask_hidden": torch.zeros(1, 192)}, "unexpected mask_hidden"),
-        ({"fc__bias": torch.zeros(64)}, "unexpected fc.bias"),
         ({"fc__weight": torch.zeros(64, 128)}, "misshapen fc.weight"),
         ({"d2t": torch.zeros(334)}, "d2t has dtype F32, must have I64 or I32"),
         ({"layers__0__hidden_norm__weight": torch.zeros(64)}, "unexpected layers.0.hidden_norm"),
     ],
     ids=str,
 )
-def test_a_tensor_that_does_not_match_is_named(changes, message, target_path, tmp_path):
+def test_a_tensor_that_does_not_match_is_named(changes, message, target_path, make_llm, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
     change_tensors(tmp_path, **changes)
-    target, target_config = load_target(target_path)
     with pytest.raises(CheckpointError, match=message):
-        load_head(tmp_path, target, target_config)
+        make_llm(target_path, **speculating("eagle3", str(tmp_path)))
 
 
-@pytest.mark.parametrize("difference", [-1, 1003, 2**62])
-def test_draft_ids_that_are_no_tokens(difference, target_path, tmp_path):
+@pytest.mark.parametrize("difference", [-1, 2**62])
+def test_draft_ids_that_are_no_tokens(difference, target_path, make_llm, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
     d2t = torch.zeros(334, dtype=torch.int64)
     d2t[0] = difference
     change_tensors(tmp_path, d2t=d2t)
-    target, target_config = load_target(target_path)
     message = f"d2t: draft id 0 stands for token {difference}"
     with pytest.raises(CheckpointError, match=message):
-        load_head(tmp_path, target, target_config)
+        make_llm(target_path, **speculating("eagle3", str(tmp_path)))
 
 
-def test_a_trained_embedding_must_be_there(target_path, tmp_path):
+def test_a_trained_embedding_must_be_there(target_path, make_llm, tmp_path):
+    """And the residual of speculators is normalised unless it says otherwise."""
     make_eagle3_checkpoint(tmp_path, target_path, form="speculators")
     config = read_json(tmp_path / "config.json")
+    assert not read(config, target_path).norm_before_residual
+    del config["norm_before_residual"]
+    assert read(config, target_path).norm_before_residual
     write_json(tmp_path / "config.json", {**config, "embed_requires_grad": True})
-    target, target_config = load_target(target_path)
     with pytest.raises(CheckpointError, match="missing embed_tokens.weight"):
-        load_head(tmp_path, target, target_config)
+        make_llm(target_path, **speculating("eagle3", str(tmp_path)))
 
 
 def test_a_head_is_no_model_of_its_own(target_path, tmp_path, make_llm):
@@ -560,11 +332,8 @@ def test_a_head_is_no_model_of_its_own(target_path, tmp_path, make_llm):
         model_class(config)
 
 
-def test_dummy_weights(target_path, tmp_path):
+def test_dummy_weights(target_path, make_llm, tmp_path):
     make_eagle3_checkpoint(tmp_path, target_path)
-    target, _ = load_target(target_path)
-    head_config = read(read_json(tmp_path / "config.json"), target_path)
-    config = Config("target", device="cpu", load_format="dummy")
-    head = make_head(config, head_config, [], target)
-    assert target_ids(head, torch.tensor([0, 333])).tolist() == [0, 333]
-    assert head.combine(torch.ones(2, 3 * 64)).isfinite().all()
+    llm = make_llm(target_path, load_format="dummy", **speculating("eagle3", str(tmp_path)))
+    (output,) = generate_all(llm, [([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))])
+    assert len(output.token_ids) == 8

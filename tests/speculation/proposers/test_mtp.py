@@ -1,34 +1,25 @@
-"""A checkpoint's own layer for drafts changes no token.
+"""A checkpoint's own layer drafts what transformers' modules do.
 
-It drafts what transformers' modules do. As often as it is right, its drafts are accepted.
+tests/test_speculation.py has what all proposers promise.
 """
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from tests.checkpoints import copy_checkpoint, make_checkpoint
-from tests.helpers import each_option, random_prompt
-from tests.kernels.cpu.helpers import native
-from tests.mtp_checkpoints import STATEFUL, Reference, add_mtp, save_mtp
+from tests.checkpoints import copy_checkpoint
+from tests.helpers import random_prompt
+from tests.mtp_checkpoints import STATEFUL, add_mtp
 from tests.speculation.proposers.drafting import (
-    NATIVE,
-    PREEMPTING,
-    acceptance,
     allow_all,
-    make_requests,
     run,
     watch_drafts,
 )
 
-REQUESTS = make_requests(12)
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -72,74 +63,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
     },
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "chunks of 7": {"kvcache_block_size": 4, "max_num_batched_tokens": 7},
-    "chunks of 33, preemption": {**PREEMPTING, "max_num_batched_tokens": 33},
-    "two ranks": {"kvcache_block_size": 4, "tensor_parallel_size": 2},
-}
 
 
 def speculating(num_tokens: int = 3) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": num_tokens}}
 
 
-def tokens_of(seen: list[Any]) -> list[Any]:
-    return [part[:2] for part in seen]
-
-
 @pytest.fixture(scope="module")
 def model(shared_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return add_mtp(tmp_path_factory.mktemp("mtp"), shared_checkpoint(**STATEFUL))[0]
-
-
-@pytest.fixture(scope="module")
-def expected(model: str) -> list[Any]:
-    """What `REQUESTS` give one at a time, without a cache and without speculation."""
-    made: list[LLM] = []
-
-    def make_llm(path: str, **options: Any) -> LLM:
-        made.append(LLM(path, **options))
-        return made[-1]
-
-    options = {"kvcache_block_size": 4, "enable_prefix_caching": False, "max_num_seqs": 1}
-    found, _ = run(make_llm, model, REQUESTS, **options)
-    made[0].shutdown()
-    return tokens_of(found)
-
-
-@pytest.mark.parametrize("options", each_option(OPTIONS, long=["two ranks"]))
-def test_drafts_change_no_token(
-    options: dict[str, Any],
-    model: str,
-    expected: list[Any],
-    make_llm: Any,
-    preempted: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    allow_all(monkeypatch)
-    found, llm = run(make_llm, model, REQUESTS, 2, **options, **speculating())
-    assert tokens_of(found) == expected * 2
-    assert bool(preempted) == ("num_kvcache_blocks" in options)
-    assert acceptance(llm)[1] > 20
-
-
-@native
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8", "enforce_eager": True}], ids=str)
-def test_the_c_kernels_give_the_same_bits(
-    options: dict[str, Any],
-    shared_checkpoint: Any,
-    make_llm: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    model, _ = add_mtp(tmp_path, shared_checkpoint(**{**STATEFUL, **NATIVE, **heads}))
-    options = {"kvcache_block_size": 32, **options}
-    expected, _ = run(make_llm, model, REQUESTS, **options)
-    allow_all(monkeypatch)
-    found, llm = run(make_llm, model, REQUESTS, **options, **speculating())
-    assert found == expected
-    assert acceptance(llm)[1] > 100
 
 
 @pytest.mark.thinned(2)
@@ -161,98 +93,6 @@ def test_what_transformers_modules_draft(
     assert len(drafted) > 15
     for (_, tokens), drafts in drafted.items():
         assert list(drafts) == head.drafts(list(tokens), len(drafts))
-
-
-VOCAB = 64
-CYCLE = random.Random(0).sample(range(VOCAB), VOCAB)
-NEXT = {token: CYCLE[(index + 1) % VOCAB] for index, token in enumerate(CYCLE)}
-"""The token that follows each token."""
-
-
-def make_cyclic(path: Path, is_right: list[bool], dtype: str) -> str:
-    """Return a model that says `NEXT`, whose layer for drafts knows it of the tokens `is_right`.
-
-    Its layers add a little to the embedding, so that a wrong state or KV would be seen in its
-    log-probabilities, but changes no token.
-    """
-    small = {"vocab_size": VOCAB, "hidden_size": VOCAB, "tie_word_embeddings": False}
-    make_checkpoint(path, **{**STATEFUL, **small, "dtype": dtype})
-    target = AutoModelForCausalLM.from_pretrained(path).eval().requires_grad_(False)
-    head = Reference(target)
-    for module in (target, head):
-        for name, parameter in module.named_parameters():
-            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.05)
-            elif name.endswith("norm.weight") and "linear_attn" not in name:
-                parameter.zero_()  # of a factor less one
-    target.model.embed_tokens.weight.copy_(8 * torch.eye(VOCAB))
-    target.lm_head.weight.copy_(torch.eye(VOCAB)[[CYCLE[CYCLE.index(t) - 1] for t in range(VOCAB)]])
-    for norm in (head.pre_fc_norm_embedding, head.pre_fc_norm_hidden):
-        norm.weight.zero_()
-    known = torch.diag(torch.tensor(is_right).float())
-    head.fc.weight.copy_(torch.cat([known, torch.zeros(VOCAB, VOCAB)], 1))
-    for parameter in (head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj):
-        parameter.weight.zero_()
-    target.save_pretrained(path)
-    save_mtp(path, head)
-    return str(path)
-
-
-def implied_counts(
-    last: int, num_left: int, is_right: list[bool], num_drafts: int
-) -> tuple[int, int]:
-    """Return (accepted, proposed) drafts while `num_left` tokens are generated behind `last`."""
-    num_accepted = num_proposed = 0
-    while num_left:
-        limit, count = min(num_drafts, num_left - 1), 0
-        while count < limit and is_right[last]:
-            count, last = count + 1, NEXT[last]
-        num_accepted, num_proposed = num_accepted + count, num_proposed + limit
-        num_left, last = num_left - count - 1, NEXT[last]
-    return num_accepted, num_proposed
-
-
-@pytest.mark.parametrize(("share", "num_drafts"), [(0.0, 1), (0.75, 3), (1.0, 3)])
-def test_drafts_are_accepted_as_often_as_they_are_right(
-    share: float, num_drafts: int, make_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A wrong layer drafts token 0, which is right behind one token: that one is always known.
-    is_right = [NEXT[t] == 0 or random.Random(t).random() < share for t in range(VOCAB)]
-    model = make_cyclic(tmp_path, is_right, "float32")
-    allow_all(monkeypatch)
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=0)
-    requests = [([5, 9, token], params) for token in CYCLE[:6]]
-    expected, _ = run(make_llm, model, requests, kvcache_block_size=4)
-    options = {"kvcache_block_size": 4, **speculating(num_drafts)}
-    found, llm = run(make_llm, model, requests, **options)
-    assert tokens_of(found) == tokens_of(expected)
-    assert all(NEXT[a] == b for tokens, *_ in found for a, b in itertools.pairwise(tokens))
-    for (_, _, ours, _), (_, _, theirs, _) in zip(found, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            (token, value), *_ = one.items()
-            assert value.logprob == pytest.approx(other[token].logprob, abs=1e-5)
-    counts = [implied_counts(NEXT[t], 49, is_right, num_drafts) for t in CYCLE[:6]]
-    implied = [sum(column) for column in zip(*counts, strict=True)]
-    assert [*acceptance(llm)] == implied
-
-
-@pytest.mark.parametrize("name", ["fc", "norm"])
-def test_a_layer_that_is_nan_changes_nothing(
-    name: str,
-    model: str,
-    expected: list[Any],
-    make_llm: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    broken = tmp_path / "broken"
-    path, head = add_mtp(broken, model)
-    head.get_submodule(name).weight.fill_(torch.nan)
-    save_mtp(broken, head)
-    allow_all(monkeypatch)
-    found, llm = run(make_llm, path, REQUESTS[:6], kvcache_block_size=4, **speculating())
-    assert tokens_of(found) == expected[:6]
-    assert acceptance(llm)[1] > 20
 
 
 def test_what_is_refused(

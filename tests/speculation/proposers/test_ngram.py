@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from nanovllm.core.messages import Admission, Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
@@ -13,6 +12,7 @@ from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.platform.cpu import CPU
 from nanovllm.worker.device_tables import DeviceTables
+from tests.every_case import examples
 from tests.kernels.cpu.helpers import native as needs_compiler
 
 GARBAGE = 7
@@ -94,62 +94,30 @@ class Tables:
         return drafts
 
 
-def lists(alphabet, **sizes):
-    return st.lists(st.integers(0, alphabet - 1), **sizes)
-
-
 @each_way
-@settings(deadline=None, max_examples=80)
-@given(st.data())
-def test_random_histories(native, data):
+def test_random_histories(native):
     """Rows of few different tokens are admitted, again and again, and grow by what was accepted of
-    the drafts and a token more. Steps propose for some rows, in any order.
+    the drafts and a token more, also past the room of an index. Steps propose for some rows, in any
+    order.
     """
-    alphabet = data.draw(st.sampled_from([1, 2, 3, 4, 10**6]), "alphabet")
-    smallest = data.draw(st.integers(1, 3), "smallest")
-    sizes = smallest, smallest + data.draw(st.integers(0, 3), "more")
-    tables = Tables(sizes, native)
-    for _ in range(data.draw(st.integers(1, 12), "steps")):
-        drafts = {}
-        for table_idx in range(3):
-            if (
-                table_idx not in tables.known
-                or data.draw(st.integers(0, 5), label="0 admits a row again") == 0
-            ):
-                tables.admit(
-                    table_idx, data.draw(lists(alphabet, min_size=1, max_size=40), label="prompt")
-                )
-        rows = data.draw(st.permutations(range(3)), label="order of rows")[
-            : data.draw(st.integers(1, 3), label="rows")
-        ]
-        limits = {}
-        for table_idx in rows:
-            room = tables.num_columns - len(tables.known[table_idx])
-            if room > 0:
-                limits[table_idx] = data.draw(st.integers(1, min(room, 9)), label="limit")
-        if limits:
-            drafts = tables.propose(limits)
-        for table_idx in range(3):
-            accepted = drafts.get(table_idx, [])
-            accepted = accepted[: data.draw(st.integers(0, 9), label="accepted drafts")]
-            room = tables.num_columns - len(tables.known[table_idx])
-            new = [
-                *accepted,
-                *data.draw(lists(alphabet, min_size=1, max_size=1), label="next token"),
-            ]
-            tables.append(table_idx, new[:room])
-
-
-@each_way
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 4), (5, 5), (3, 9)])
-def test_growth_token_by_token(sizes, native):
-    """One row from its first token to its last place; indices grow on the way."""
-    chooser = random.Random(0)
-    tables = Tables(sizes, native, max_model_len=300, max_num_seqs=1)
-    tables.admit(0, [0])
-    while (room := tables.num_columns - len(tables.known[0])) > 0:
-        tables.propose({0: min(room, 5)})
-        tables.append(0, [chooser.randrange(3)])
+    rng = random.Random(0)
+    for _ in range(examples(160)):
+        alphabet = rng.choice([1, 2, 3, 4, 10**6])
+        smallest = rng.randint(1, 3)
+        tables = Tables((smallest, smallest + rng.randint(0, 3)), native, max_model_len=90)
+        for _ in range(rng.randint(1, 12)):
+            for table_idx in range(3):
+                if table_idx not in tables.known or rng.random() < 0.15:
+                    prompt = [rng.randrange(alphabet) for _ in range(rng.randint(1, 70))]
+                    tables.admit(table_idx, prompt)
+            rooms = {i: tables.num_columns - len(known) for i, known in tables.known.items()}
+            rows = [i for i, room in rooms.items() if room]
+            rows = rng.sample(rows, rng.randint(min(1, len(rows)), len(rows)))
+            limits = {i: rng.randint(1, min(rooms[i], 9)) for i in rows}
+            drafts = tables.propose(limits) if limits else {}
+            for table_idx, room in rooms.items():
+                accepted = drafts.get(table_idx, [])[: rng.randint(0, 9)]
+                tables.append(table_idx, [*accepted, rng.randrange(alphabet)][:room])
 
 
 @each_way
@@ -195,20 +163,9 @@ def test_a_draft_may_be_the_token_past_max_model_len_and_none_comes_after_it(nat
 
 
 @each_way
-def test_a_table_row_taken_again_shows_nothing_of_the_sequence_before(native):
-    tables = Tables((2, 4), native)
-    tables.admit(0, [1, 2, 3, 1, 2, 9, 8, 1, 2])
-    tables.propose({0: 4})
-    tables.admit(0, [5, 1, 2])
-    assert tables.propose({0: 4}) == {0: []}
-    tables.append(0, [6, 1, 2])
-    assert tables.propose({0: 4}) == {0: [6, 1, 2, 6]}
-
-
-@each_way
 def test_a_long_history(native):
-    """A row of 100,000 tokens finds what it saw at its beginning, and grows by accepted drafts."""
-    chooser, length = random.Random(0), 100_000
+    """A row of 20,000 tokens finds what it saw at its beginning, and grows by accepted drafts."""
+    chooser, length = random.Random(0), 20_000
     history = [chooser.randrange(50_000) for _ in range(length)]
     tables = Tables((2, 4), native, max_model_len=length + 100, max_num_seqs=1)
     tables.admit(0, history + history[40:43])

@@ -207,28 +207,6 @@ function drawPool(step, state) {
   get("pool").replaceChildren(...squares);
 }
 
-function drawParts(step) {
-  get("parts-section").hidden = step.parts.length === 0;
-  const head = ["part", "inputs", "outputs", "calls", "MB", "Mop", "ms", "share of the limit"];
-  const rows = step.parts.map((part) => {
-    const share = part.share ?? 0;
-    const numbers = [part.calls, (part.nbytes / 1e6).toFixed(3), (part.operations / 1e6).toFixed(2), (1000 * part.seconds).toFixed(3)];
-    return make(
-      "tr",
-      {},
-      ...[part.name, part.inputs, part.outputs].map((cell) => make("td", { className: "mono" }, cell)),
-      ...numbers.map((cell) => make("td", { className: "number" }, `${cell}`)),
-      make(
-        "td",
-        { className: "number share", style: { "--share": `${100 * Math.min(share, 1)}%` } },
-        part.share === null ? "" : `${(100 * share).toFixed(0)}%`,
-      ),
-    );
-  });
-  const names = head.map((name) => make("th", { scope: "col" }, name));
-  get("parts").replaceChildren(make("thead", {}, make("tr", {}, ...names)), make("tbody", {}, ...rows));
-}
-
 function go(index) {
   current = Math.max(0, Math.min(last, index));
   const step = story.steps[current];
@@ -245,7 +223,6 @@ function go(index) {
   drawTexts(step, held[current]);
   drawRows(step);
   drawPool(step, held[current]);
-  drawParts(step);
   history.replaceState(null, "", `#${current}`);
 }
 

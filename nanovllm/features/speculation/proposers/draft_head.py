@@ -1,4 +1,4 @@
-"""What draft heads have in common: they read hidden states of the target.
+"""Draft heads, which read hidden states of their target.
 
 The target stores them in a pool by slot, so they are there for prefix hits too. Behind the last
 ones, a head reads its own output in their place.
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
-from nanovllm.features.speculation.proposers.draft_network import DraftNetwork, load_draft
-from nanovllm.features.speculation.proposers.head import Head
+from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.worker.device_tables import DeviceTables
@@ -27,6 +27,47 @@ if TYPE_CHECKING:
     from nanovllm.features.graphs.cpu_graph import CPUGraphRunner
     from nanovllm.features.graphs.cuda_graph import ComputeLogits, GraphRunner
     from nanovllm.features.graphs.step_runners import StepRunners
+
+
+class Head(nn.Module):
+    """The network of a draft head. Its position i takes the token of position i + 1.
+
+    Its methods are called in their order here, after its weights are loaded.
+    """
+
+    features_size: int
+    """Numbers of a token's hidden states of the target."""
+
+    def share(self, target: DecoderForCausalLM) -> torch.Tensor | None:
+        """Use what the head lacks of `target`, which stays the target's own.
+
+        Returns:
+            The target's token, int64, of each draft id; None if they are the same.
+        """
+        raise NotImplementedError
+
+    def capture(self, target: DecoderForCausalLM, features: torch.Tensor) -> None:
+        """Let the target store hidden states in `features`, [slots, features_size], from its next
+        forward pass on.
+        """
+        raise NotImplementedError
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [T, hidden_size] contiguous of `features` [T, features_size]."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """Write the batch's KV; return the hidden states [O, hidden_size] that are fed back.
+
+        Args:
+            hidden: [T, hidden_size] contiguous, from `combine` or fed back. The kernels overwrite
+                it.
+        """
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return logits [N, V] of what `forward` returned; None except on rank 0."""
+        raise NotImplementedError
 
 
 class DraftHead(DraftNetwork):
@@ -41,6 +82,8 @@ class DraftHead(DraftNetwork):
     layers, more of these are accepted than of its draws.
     """
 
+    is_head = True
+
     def __init__(
         self,
         target: Network,
@@ -48,9 +91,8 @@ class DraftHead(DraftNetwork):
         max_num_batched_tokens: int,
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
     ) -> None:
-        network = load_draft(target, draft, target.max_model_len)
-        super().__init__(network, max_num_batched_tokens, make_steps, lag=1, keeps_drafts=False)
-        head = network.model
+        super().__init__(target, draft, max_num_batched_tokens, make_steps)
+        head = self._network.model
         config = draft.model_config
         assert isinstance(head, Head)
         assert isinstance(target.model, DecoderForCausalLM)
@@ -61,10 +103,6 @@ class DraftHead(DraftNetwork):
         self._dtype = config.dtype
         self.block_bytes += target.backend.block_size * head.features_size * config.dtype.itemsize
         self._features: torch.Tensor | None = None
-        self._hidden: torch.Tensor | None = None
-        """The hidden states that graphs, or the second recording, read and write."""
-        self._recorded: list[CPUGraphRunner | None] = [None, None]
-        """The head over the target's hidden states, and over its own."""
         self._token_ids = head.share(target.model)
 
     def admit(self, schedule: Schedule) -> None:
@@ -73,7 +111,7 @@ class DraftHead(DraftNetwork):
         """
         super().admit(schedule)
         assert self._features is not None
-        blocks = self._features.view(-1, self._following.block_size, self._head.features_size)
+        blocks = self._features.view(-1, self._inputs.block_size, self._head.features_size)
         for page in loaded_pages(schedule):
             blocks[page].zero_()
 
@@ -82,25 +120,19 @@ class DraftHead(DraftNetwork):
         super().allocate(tables, num_blocks)
         assert self._features is not None
         self._head.capture(self._target, self._features)
-        if self._steps is not None and not self._graphs:
-            self._record(self._steps)
 
-    def _record(self, steps: "StepRunners") -> None:
-        """Record small steps, where the backend supports it."""
+    def _record(self, steps: "StepRunners") -> "list[CPUGraphRunner | None]":
         from nanovllm.features.graphs.cpu_graph import MAX_TOKENS
 
         head = self._head
-        tables = self._following
-        fed_back = tables.platform.zeros((MAX_TOKENS, self._hidden_size), self._dtype)
+        fed_back = self._inputs.platform.zeros((MAX_TOKENS, self._hidden_size), self._dtype)
         self._hidden = fed_back
 
         def go_on(batch: Batch) -> torch.Tensor:
             return head(batch, fed_back)  # type: ignore[no-any-return]
 
-        self._recorded = [
-            steps.recorded(self._first_hidden, tables),
-            steps.recorded(go_on, tables),
-        ]
+        tables = self._inputs
+        return [steps.recorded(self._first_hidden, tables), steps.recorded(go_on, tables)]
 
     def _first_hidden(self, batch: Batch) -> torch.Tensor:
         """Return the head's hidden states of tokens for which there are the target's."""
@@ -114,8 +146,8 @@ class DraftHead(DraftNetwork):
         tables = self._tables
         shape = ((num_blocks + 1) * tables.block_size, self._head.features_size)
         self._features = tables.platform.zeros(shape, self._dtype)
-        self._following = copy.copy(tables)  # each position holds the token of the next one
-        self._following.token_ids = tables.token_ids[:, 1:]
+        self._inputs = copy.copy(tables)  # each position holds the token of the next one
+        self._inputs.token_ids = tables.token_ids[:, 1:]
 
     def _free_pools(self) -> None:
         super()._free_pools()
@@ -125,12 +157,12 @@ class DraftHead(DraftNetwork):
         """The first graphs read the target's hidden states, the others the head's own."""
         size = self._max_graph_tokens(FEW_TOKENS)
         shape = (size, self._hidden_size)
-        hidden = self._hidden = torch.zeros(shape, dtype=self._dtype, device=self._following.device)
+        hidden = self._hidden = torch.zeros(shape, dtype=self._dtype, device=self._inputs.device)
         graphs = []
         for features, count in ((self._features, FEW_TOKENS), (None, 1)):
             graphs.append(
                 steps.graphs(
-                    self._following,
+                    self._inputs,
                     self._max_graph_tokens(count),
                     self._graph_step(hidden, features),
                     max_known_tokens=count,
@@ -149,8 +181,8 @@ class DraftHead(DraftNetwork):
 
         def compute(batch: Batch) -> torch.Tensor | None:
             fed_back = hidden[: len(batch.input_ids)]
-            combined = None if features is None else head.combine(features[batch.slot_mapping])
-            output = head(batch, fed_back if combined is None else combined)
+            read = fed_back if features is None else head.combine(features[batch.slot_mapping])
+            output = head(batch, read)
             logits = head.compute_logits(output)
             fed_back.copy_(output)
             return _spread(logits, token_ids, vocab_size)
@@ -170,17 +202,7 @@ class DraftHead(DraftNetwork):
             self._hidden[: len(rows)] = self._hidden[last_tokens]
         return self._hidden
 
-    def _forward(
-        self, rows: list[Row], output_indices: torch.Tensor, hidden: torch.Tensor | None
-    ) -> torch.Tensor:
-        recorded = self._recorded[hidden is not None]
-        if recorded is not None and recorded.fits(rows):
-            if hidden is not None:
-                assert self._hidden is not None
-                self._hidden[: len(hidden)].copy_(hidden)
-            output = recorded.forward(rows)
-            return output if len(output) == len(output_indices) else output[output_indices]
-        batch = self._network.batch(self._following, rows, output_indices)
+    def _compute(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
         if hidden is None:
             return self._first_hidden(batch)
         return self._head(batch, hidden)  # type: ignore[no-any-return]
@@ -190,7 +212,7 @@ class DraftHead(DraftNetwork):
         return _spread(logits, self._token_ids, self._vocab_size)
 
     def _choose(self, sampling: StepSampler, logits: torch.Tensor) -> torch.Tensor:
-        return self._following.kernels.greedy(sampling.apply_rules(logits))
+        return self._inputs.kernels.greedy(sampling.apply_rules(logits))
 
 
 def _spread(

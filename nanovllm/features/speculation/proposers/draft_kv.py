@@ -13,7 +13,7 @@ FEW_TOKENS = 16
 
 
 class DraftKV:
-    """Counts the right slots of each block, from the block's start on.
+    """Counts the valid slots of each block, from the block's start on.
 
     Args:
         width: of a table row's first block table, the only one that a draft network reads.
@@ -91,10 +91,8 @@ class DraftKV:
         self._drafted[table_idx] = end
 
     def begun_blocks(self, row: Row, end: int) -> list[int]:
-        """Return the blocks of positions before `end` that hold nothing, and that the row's known
-        tokens do not fill.
-
-        They must be zeroed, as in `Schedule.blocks_to_zero`.
+        """Return the empty blocks before `end` that the row's known tokens do not fill: they must
+        be zeroed, as in `Schedule.blocks_to_zero`.
         """
         size = self._block_size
         blocks = self._block_tables[row.table_idx][: -(-end // size)]

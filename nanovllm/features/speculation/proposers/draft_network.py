@@ -1,14 +1,16 @@
-"""What a draft model and a draft head have in common: the KV that they catch up with, and drafting
-token by token, all rows together.
+"""Networks that draft: they catch up with their KV, then draft token by token, all rows together.
+
+A draft model is one, and so is a draft head, which reads hidden states of its target.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, DraftKV
 from nanovllm.features.speculation.proposers.proposer import Proposer
@@ -19,6 +21,7 @@ from nanovllm.worker.network import Network
 from nanovllm.worker.step_sampler import StepSampler
 
 if TYPE_CHECKING:
+    from nanovllm.features.graphs.cpu_graph import CPUGraphRunner
     from nanovllm.features.graphs.cuda_graph import GraphRunner
     from nanovllm.features.graphs.step_runners import StepRunners
 
@@ -27,39 +30,52 @@ _MAX_GRAPH_TOKENS = 128
 
 
 class DraftNetwork(Proposer):
-    """A network that drafts.
+    """A draft model of the target's vocabulary, loaded from `draft`.
 
-    `_tables` and `_kv` are there after `allocate`, which copies the target's tables.
+    A draft is what the model itself would sample with the request's parameters, and with the
+    target's random number of the position: where the two models agree, so do their draws. Of a
+    model with much to say, more of these are accepted than of the most likely tokens.
+
+    `_tables`, `_inputs` and `_kv` are there after `allocate`, which copies the target's tables.
 
     Args:
-        network: its blocks are as large as the target's.
         max_num_batched_tokens: tokens that it computes at once, at most.
         make_steps: makes its faster steps; None: it has none.
-        lag: how many positions after its input's last a draft lies, less one.
-        keeps_drafts: whether the KV of an accepted draft is right.
     """
 
+    is_head: ClassVar[bool] = False
+    """Whether position i takes the token of position i + 1, and hidden states of the target, so
+    that the KV of an accepted draft is not right. Its own positions are no limit then."""
     _tables: DeviceTables
+    _inputs: DeviceTables
+    """Those that the network reads."""
     _kv: DraftKV
 
     def __init__(
         self,
-        network: Network,
+        target: Network,
+        draft: NetworkSpec,
         max_num_batched_tokens: int,
-        make_steps: "Callable[[Network, int], StepRunners] | None",
-        *,
-        lag: int,
-        keeps_drafts: bool,
+        make_steps: "Callable[[Network, int], StepRunners] | None" = None,
     ) -> None:
+        block_size = target.backend.block_size
+        config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
+        max_model_len = target.max_model_len
+        if not self.is_head:
+            max_model_len = min(max_model_len, draft.model_config.max_position)
+        spec = draft._replace(config=config, one_table=True)
+        self._network = network = Network(spec, max_model_len, target.platform)
+        assert network.backend.block_size == block_size
         self.block_bytes = network.block_bytes
-        self._network = network
         self._steps = make_steps and make_steps(network, max_num_batched_tokens)
         self._uses_graphs = self._steps is not None and self._steps.uses_graphs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._lag = lag
-        self._keeps_drafts = keeps_drafts
         self._graphs: list[GraphRunner] = []
         """For a proposal's first call of `_draft`, and for the others; empty without graphs."""
+        self._recorded: list[CPUGraphRunner | None] = [None, None]
+        """The same for recordings."""
+        self._hidden: torch.Tensor | None = None
+        """The hidden states that are fed back to graphs and recordings, where there are any."""
 
     @property
     def networks(self) -> list[Network]:
@@ -77,7 +93,7 @@ class DraftNetwork(Proposer):
         return num_bytes
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
-        """Make the pools, and capture small steps if the device has graphs."""
+        """Make the pools; capture small steps if the device has graphs, or else record them."""
         self._tables = tables = copy.copy(tables)
         tables.state_table = None  # the states are the target's
         width = tables.block_tables.shape[1]
@@ -86,6 +102,8 @@ class DraftNetwork(Proposer):
         if self._steps is not None and self._uses_graphs:
             self._graphs = self._make_graphs(self._steps)
             self._steps.capture_drafts(self._graphs)
+        elif self._steps is not None:
+            self._recorded = self._record(self._steps)
 
     def admit(self, schedule: Schedule) -> None:
         """Note which blocks have new owners."""
@@ -97,7 +115,7 @@ class DraftNetwork(Proposer):
         """
         kv = self._kv
         # As the network counts positions: those before sample_position have all of their input.
-        rows = [r._replace(num_computed_tokens=r.num_computed_tokens - self._lag) for r in rows]
+        rows = [r._replace(num_computed_tokens=r.num_computed_tokens - self.is_head) for r in rows]
         counts = [self._num_drafts(row) for row in rows]
         pairs = sorted(zip(rows, counts, strict=True), key=lambda pair: -pair[1])
         drafting = {row: count for row, count in pairs if count}  # those with most drafts first
@@ -125,7 +143,7 @@ class DraftNetwork(Proposer):
                 hidden = self._draft(step, hidden)
         for row, end in ends.items():
             kv.set_right(row.table_idx, row.sample_position)
-            if self._keeps_drafts:
+            if not self.is_head:
                 kv.set_drafted(row.table_idx, end)
         return counts
 
@@ -161,7 +179,7 @@ class DraftNetwork(Proposer):
         return hidden
 
     def _sampling(self, rows: list[Row]) -> StepSampler:
-        ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self._lag) for r in rows]
+        ahead = [r._replace(num_computed_tokens=r.num_computed_tokens + self.is_head) for r in rows]
         return StepSampler(self._tables, ahead)
 
     def _sample(self, sampling: StepSampler, logits: torch.Tensor | None) -> None:
@@ -175,13 +193,19 @@ class DraftNetwork(Proposer):
     def _make_pools(self, num_blocks: int) -> None:
         """Make what has a part for each of `num_blocks` KV blocks."""
         self._network.make_pool(num_blocks + self._uses_graphs)
+        self._inputs = self._tables
 
     def _free_pools(self) -> None:
         self._network.free_pool()
 
     def _make_graphs(self, steps: "StepRunners") -> "list[GraphRunner]":
         """Return `_graphs`, not captured yet."""
-        raise NotImplementedError
+        size = self._max_graph_tokens(FEW_TOKENS)
+        return [steps.graphs(self._inputs, size, max_known_tokens=FEW_TOKENS)]
+
+    def _record(self, steps: "StepRunners") -> "list[CPUGraphRunner | None]":
+        """Return `_recorded`."""
+        return [steps.recorded(self._network.model, self._inputs)] * 2
 
     def _max_graph_tokens(self, num_tokens: int) -> int:
         """Return the size of the largest graph for rows of up to `num_tokens` tokens."""
@@ -197,7 +221,17 @@ class DraftNetwork(Proposer):
             output_indices: as for `Network.forward`.
             hidden: as for `_draft`; also None to catch up.
         """
-        raise NotImplementedError
+        recorded = self._recorded[hidden is not None]
+        if recorded is None or not recorded.fits(rows):
+            return self._compute(self._network.batch(self._inputs, rows, output_indices), hidden)
+        if hidden is not None and self._hidden is not None:
+            self._hidden[: len(hidden)].copy_(hidden)
+        output = recorded.forward(rows)
+        return output if len(output) == len(output_indices) else output[output_indices]
+
+    def _compute(self, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Do what `_forward` does for a planned batch."""
+        return self._network.run(batch)
 
     def _logits(self, hidden: torch.Tensor, output_indices: torch.Tensor) -> torch.Tensor | None:
         """Return the target's logits as this network guesses them; None except on rank 0."""
@@ -205,13 +239,4 @@ class DraftNetwork(Proposer):
 
     def _choose(self, sampling: StepSampler, logits: torch.Tensor) -> torch.Tensor:
         """Return a draft or NO_TOKEN for each row of `logits`. Called on rank 0 only."""
-        raise NotImplementedError
-
-
-def load_draft(target: Network, draft: NetworkSpec, max_model_len: int) -> Network:
-    """Return the network of `draft` beside `target`: on its device, with blocks of its size."""
-    block_size = target.backend.block_size
-    config = dataclasses.replace(draft.config, kvcache_block_size=block_size)
-    network = Network(draft._replace(config=config, one_table=True), max_model_len, target.platform)
-    assert network.backend.block_size == block_size
-    return network
+        return sampling.sample(logits)

@@ -1,24 +1,133 @@
 """The drafting layer of a checkpoint that was trained to predict several tokens at once (MTP).
 
+Its tensors are those whose names begin with "mtp.", in the same files as the target's, or they are
+those of a layer after the target's last one, as in DeepSeek-V3.
+
 Position i takes the embedding of token i + 1 and the target's last hidden state of position i, and
 drafts token i + 2. After the last hidden states it continues with its own output in their place.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.attention.batch import Batch
-from nanovllm.features.speculation.proposers.head import Head, capture_output
-from nanovllm.features.speculation.proposers.mtp_config import PREFIX, MTPConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.features.speculation.proposers.draft_head import Head
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
+from nanovllm.loading.tensor_files import read_header
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Family
 from nanovllm.models.expert_parts import expect_stored
-from nanovllm.models.family import Family
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
 from nanovllm.models.registry import family_class
+from nanovllm.options.validation import shown
+from nanovllm.worker.model_loader import NetworkSpec, check_weights
+
+PREFIX = "mtp."
+AFTER = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures of targets whose layer comes after the last one."""
+FAMILIES = (
+    *AFTER,
+    "MellumForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+)
+"""Architectures of targets whose layer is of the form that is here."""
+_ONLY: dict[str, Any] = {
+    "mtp_num_hidden_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+"""Settings of which one value is implemented, which is also the default."""
+_SUFFIXES = ("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")
+"""Ends of the names of tensors that belong to a quantised weight."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig(ModelConfig):
+    """The target's sizes and settings, of one layer: with full attention, unless they say more."""
+
+    family: str
+    """The target's architecture."""
+    num_target_layers: int
+
+    @property
+    def prefix(self) -> str:
+        """Return what the names of the layer's tensors begin with."""
+        after = f"model.layers.{self.num_target_layers}."
+        return after if self.family in AFTER else PREFIX
+
+
+def check_mtp(target: NetworkSpec) -> NetworkSpec:
+    """Return what the ranks load of the checkpoint of `target` for its drafts.
+
+    The weights have the form in which the checkpoint has them: the option `quantization` is for
+    the target alone.
+
+    Raises:
+        UnsupportedModelError: the model has no such layer, or one of another form.
+        CheckpointError: its tensors are missing, or as for `check_weights`.
+    """
+    names = [name for file in target.files for name in read_header(file)]
+    config = _read(target.model_config)
+    own = [name for name in names if name.startswith(config.prefix)]
+    if not any(name.endswith(_SUFFIXES) for name in own):
+        config = dataclasses.replace(config, quantization_config=None)
+    if target.files:
+        if not own:
+            needed = f"{PREFIX}fc.weight, {PREFIX}norm.weight, {PREFIX}layers.0.*"
+            if config.prefix != PREFIX:
+                needed = f"{config.prefix}eh_proj.weight, {config.prefix}self_attn.*"
+            raise CheckpointError(
+                f"{_place(target.files[0])}: speculative_config: method mtp needs the tensors "
+                f"{needed} and others, but the checkpoint has none whose name begins with "
+                f"{config.prefix}"
+            )
+        check_weights(config, target.files)
+    options = dataclasses.replace(target.config, quantization="none", speculative_config=None)
+    return NetworkSpec(options, config, target.files)
+
+
+def _place(file: Path) -> Path:
+    return file if file.suffix == ".gguf" else file.parent
+
+
+def _read(target: ModelConfig) -> MTPConfig:
+    if target.architecture not in FAMILIES:
+        raise UnsupportedModelError(
+            f"speculative_config: method mtp is not supported for {target.architecture} (only "
+            f"{', '.join(FAMILIES)})"
+        )
+    for key, only in _ONLY.items():
+        value = target.fields.get(key)
+        if value not in (None, 0, only):  # 0: there is none, and no tensor of it
+            raise UnsupportedModelError(
+                f"config.json: {key} {shown(value)} is not supported with method mtp (only {only})"
+            )
+    layer: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
+    }
+    if target.architecture == "MellumForCausalLM":
+        layer["layer_types"] = target.fields.get("mtp_layer_types") or ["sliding_attention"]
+        layer["mlp_layer_types"] = target.fields.get("mtp_mlp_layer_types") or ["sparse"]
+    settings = vars(target) | {"architecture": "MTPHead", "num_layers": 1, "module": __name__}
+    return MTPConfig(
+        **settings | {"fields": target.fields | layer},
+        family=target.architecture,
+        num_target_layers=target.num_layers,
+    )
 
 
 class MTPParts(nn.Module):
@@ -90,8 +199,20 @@ class MTPHead(Head):
         self._logits = target.compute_logits
 
     def capture(self, target: DecoderForCausalLM, features: torch.Tensor) -> None:
-        """See `Head`."""
-        capture_output(target.model, features)
+        """See `Head`: what leaves the target's decoder, after its last norm.
+
+        Its last layer then computes all tokens of a batch, not only those that need logits.
+        """
+        decoder = target.model
+        forward = decoder.forward
+        kernels = decoder.norm.kernels
+
+        def storing(batch: Batch) -> torch.Tensor:
+            hidden = forward(dataclasses.replace(batch, output_indices=None))
+            kernels.store_rows(features, hidden, batch.slot_mapping)
+            return hidden if batch.output_indices is None else hidden[batch.output_indices]
+
+        decoder.forward = storing  # type: ignore[method-assign]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name of tensor `name`, as the target's family has it."""

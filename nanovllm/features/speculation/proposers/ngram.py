@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.proposer import Proposer
-from nanovllm.kernels.cpu import table_ops
+from nanovllm.kernels.cpu import ops
 from nanovllm.utils.memory import lazy_zeros
 from nanovllm.worker.device_tables import DeviceTables
 
@@ -33,7 +33,7 @@ class Ngram(Proposer):
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._sizes = prompt_lookup_min, prompt_lookup_max
         self._indices: dict[int, torch.Tensor] = {}
-        """By table row, for the C kernel; see `table_ops.ngram`."""
+        """By table row, for the C kernel; see `ops.ngram`."""
 
     def allocate(self, tables: DeviceTables, num_blocks: int) -> None:
         self._tables = tables
@@ -53,7 +53,7 @@ class Ngram(Proposer):
                 (row.table_idx, row.sample_position, row.num_draft_tokens, self._index(row))
                 for row in rows
             ]
-            return table_ops.ngram(tables.token_ids, items, self._sizes)
+            return ops.ngram(tables.token_ids, items, self._sizes)
         if self._triton is not None:
             follows = [int(row.num_unverified_tokens > 0) for row in rows]
             # Behind the last position; one token is known there, before the drafts.

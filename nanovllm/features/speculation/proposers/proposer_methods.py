@@ -39,16 +39,12 @@ def make_proposer(
         from nanovllm.features.speculation.proposers.draft_head import DraftHead
 
         return DraftHead(target, draft, max_num_batched_tokens, make_steps)
-    from nanovllm.features.speculation.proposers.draft_model import DraftModel
+    from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 
-    return DraftModel(target, draft, max_num_batched_tokens, make_steps)
+    return DraftNetwork(target, draft, max_num_batched_tokens, make_steps)
 
 
 def proposer_class(method: str) -> type[Proposer]:
-    """Return the class that a method "module:Class" names.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Return the class that a method "module:Class" names; raise ConfigError without one."""
     name = "speculative_config: method"
     return load_class(name, method, Proposer, ("network",))  # type: ignore[type-abstract]

@@ -9,7 +9,7 @@
 #define FROM_SCALES from_bf16 /* the scales of keys */
 #include "int_tiles.h"
 
-enum { SEGMENT_KEYS = 4096 };
+enum { SEGMENT_KEYS = 4096, INT_BYTES = 2 /* of a quantised query or weight */ };
 
 /* One part of a tile of an 8-bit cache, from `column` of a panel on. Each step of two inputs prefetches `share` bytes of
  * w.prefetch, from byte `skip` on. With few rows every second step has sums of its own, so that a product need not wait for the
@@ -55,8 +55,8 @@ INLINE void cache_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, panel_
  * prefetched. Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
 static __attribute__((noinline)) void cache_tile(int rows, ptrdiff_t k, quantized_rows x, panel_pieces w, const bf16 *scales,
                                                  output_rows acc, int add) {
-#define CACHE_PART(R, cols, c)                                                                                        \
-    cache_rows(R, cols, k, rows_from(x, 8, at), w, c, w.piece_k * at * PANEL / rows, 2 * PANEL / PARTS(rows), scales, \
+#define CACHE_PART(R, cols, c)                                                                                                \
+    cache_rows(R, cols, k, part_from(x, INT_BYTES, at), w, c, w.piece_k * at * PANEL / rows, 2 * PANEL / PARTS(rows), scales, \
                outputs_from(acc, at, 0), add)
     FOR_ROWS(rows, CACHE_PART)
 }
@@ -204,8 +204,8 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
                     pieces[i / PANEL] = (const bf16 *)(keys + (g * k + i) * PANEL);
                     ahead[i / PANEL] = (const bf16 *)(values + (g * k + i) / PANEL * c->block * PANEL);
                 }
-                cache_tile(t->rows, k, columns_from(t->queries, 8, g * k, g), (panel_pieces){pieces, ahead, PANEL}, scales, found,
-                           g);
+                cache_tile(t->rows, k, inputs_at(t->queries, INT_BYTES, g * k, g), (panel_pieces){pieces, ahead, PANEL}, scales,
+                           found, g);
             }
         }
     }
@@ -287,7 +287,7 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
         }
         panel_pieces pieces = {t->values + first, t->prefetch + first, piece};
         if (c->bits == 16) tile(t->rows, pass.k - pass.first, weights, pieces, acc, 1);
-        else cache_tile(t->rows, pass.keys - pass.first, columns_from(t->weights, 8, pass.first, 0), pieces, NULL, acc, 1);
+        else cache_tile(t->rows, pass.keys - pass.first, inputs_at(t->weights, INT_BYTES, pass.first, 0), pieces, NULL, acc, 1);
         for (ptrdiff_t i = first; i * piece < pass.keys; i++) { /* on to the next panel of values */
             t->values[i] += c->block * PANEL * c->bits / 16;
             t->prefetch[i] += piece * PANEL * c->bits / 16;
@@ -371,7 +371,7 @@ INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile 
 /* Return a part of a tile: `rows` rows from `first` on. */
 INLINE query_tile part_of_tile(const cache_layout *c, query_tile t, int first, int rows) {
     t.rows = rows;
-    t.query += first * c->width, t.queries = rows_from(t.queries, 8, first);
+    t.query += first * c->width, t.queries = part_from(t.queries, INT_BYTES, first);
     t.acc += first * t.value_width, t.row_max += first, t.row_sum += first;
     return t;
 }

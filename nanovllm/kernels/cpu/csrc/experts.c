@@ -4,6 +4,7 @@
  * a multiple of 32, and so is k. Tokens are sorted by expert. The rows of an expert, cut into blocks that fit the second-level
  * cache, are multiplied together. Only weights of experts that a token has chosen are read.
  */
+#include "activations.h"
 #include "int_weights.h"
 
 /* chosen = the places of the `top` largest of row[experts], by size; of equal ones the first comes first. */
@@ -210,23 +211,6 @@ static void sums_of(const expert_weight *w, prepared in, ptrdiff_t panel, ptrdif
     if (w->factors) multiply_columns(acc, width == 1 ? in.rows : 1, width * PANEL, w->factors + panel * PANEL);
 }
 
-enum { SILU, GELU_TANH, SWIGLU_OAI, RELU2 };
-
-INLINE vf sigmoid_times(vf x, vf y) { return y / (exp_(-x) + 1.0f); }
-INLINE vf activate(vf x, ptrdiff_t activation) {
-    if (activation == SILU) return sigmoid_times(x, x);
-    if (activation == GELU_TANH) /* 0.5 (1 + tanh(x)) is the sigmoid of 2x */
-        return sigmoid_times(x * fma_(x * x, broadcast(0.0713548162726f), broadcast(1.5957691216057f)), x);
-    x = blend(x < 0.0f, (vf){0}, x); /* NaN stays */
-    return x * x;
-}
-INLINE vf activate_gate(vf gate, vf up, ptrdiff_t activation) {
-    if (activation != SWIGLU_OAI) return activate(gate, activation) * up;
-    gate = smaller(broadcast(7.0f), gate);
-    up = smaller(broadcast(7.0f), larger(broadcast(-7.0f), up));
-    return sigmoid_times(1.702f * gate, gate) * (up + 1.0f);
-}
-
 /* y[32] = the activation of a row's 32 gates and ups: two panels, or with `interleaved` two halves of 32, gate and up in turn.
  * If second is NULL, there are no gates. */
 static void activate_row(const float *first, const float *second, const bf16 *first_bias, const bf16 *second_bias, bf16 *y,
@@ -239,7 +223,7 @@ static void activate_row(const float *first, const float *second, const bf16 *fi
     for (ptrdiff_t c = 0; c < PANEL; c += VL) {
         vf gate = load(sums + c);
         if (!second) {
-            store_bf16(y + c, VL, activate(gate, activation));
+            store_bf16(y + c, VL, activate(activation, gate));
             continue;
         }
         vf up = load(sums + PANEL + c);
@@ -247,7 +231,8 @@ static void activate_row(const float *first, const float *second, const bf16 *fi
             vf low = load(sums + 2 * c), high = load(sums + 2 * c + VL);
             gate = shuffle2(low, high, 2 * lanes()), up = shuffle2(low, high, 2 * lanes() + 1);
         }
-        store_bf16(y + c, VL, activate_gate(gate, up, activation));
+        if (activation == SWIGLU_OAI) store_bf16(y + c, VL, swiglu_oai_(gate, up));
+        else store_bf16(y + c, VL, activate(activation, gate) * up);
     }
 }
 

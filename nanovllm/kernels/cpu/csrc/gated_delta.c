@@ -36,20 +36,9 @@ typedef struct {
     float change[BLOCK_TOKENS]; /* and delta: 1 / scale, or 1 */
 } head_block;
 
-/* Rows of a state's columns, ld apart. */
-typedef struct {
-    float *rows;
-    ptrdiff_t ld;
-} columns;
-
 /* out[width] = factor * x / |x| */
 static void unit_row(const bf16 *x, ptrdiff_t n, float factor, float *out) {
-    vf sum = {0};
-    for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = load_bf16(x + i, n - i);
-        sum = fma_(v, v, sum);
-    }
-    factor /= sqrtf(sum_of(sum) + 1e-6f);
+    factor /= sqrtf(sum_of_squares(x, n) + 1e-6f);
     for (ptrdiff_t i = 0; i < n; i += VL) store(out + i, load_bf16(x + i, n - i) * factor);
 }
 
@@ -198,8 +187,7 @@ typedef struct {
 /* The decays of a + dt_bias. */
 INLINE vf decay_of(const head_inputs *in, vf x) {
     if (in->bound) return exp_(in->bound / (exp_(x * in->rate) + 1.0f));
-    vf softplus = blend(x > 20.0f, x, log1p_(exp_(x)));
-    return exp_(softplus * in->rate);
+    return exp_(softplus_(x) * in->rate);
 }
 
 /* Set beta, and scale to the decays of heads, or decay to those of rows. */

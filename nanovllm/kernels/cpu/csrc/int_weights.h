@@ -98,12 +98,6 @@ INLINE quantized_rows part_from(quantized_rows x, ptrdiff_t bytes, ptrdiff_t row
     return inputs_at(x, bytes, row * x.ld, row * x.groups);
 }
 
-/* The same for weights of `bits` that are not W8A8. */
-INLINE quantized_rows rows_from(quantized_rows x, int bits, ptrdiff_t row) { return part_from(x, input_bytes(bits, PLAIN), row); }
-INLINE quantized_rows columns_from(quantized_rows x, int bits, ptrdiff_t i, ptrdiff_t g) {
-    return inputs_at(x, input_bytes(bits, PLAIN), i, g);
-}
-
 /* Rows of k inputs of `bytes` in groups of `group` that begin at `buffer`, and the bytes of each. */
 INLINE ptrdiff_t quantized_bytes(ptrdiff_t k, ptrdiff_t group, ptrdiff_t bytes) {
     return k * bytes + k / group * (ptrdiff_t)(sizeof(float) + sizeof(group_sum));

@@ -23,10 +23,9 @@ static inline void *scratch(size_t bytes) {
     return memory;
 }
 
-/* A kernel is a function nv_...(team *, ...). tools/kernel_calls.py reads the types of its arguments where it is defined, and
- * writes calls.h, calls.c and signatures.py. nv_run() can replace an argument of one of these types. */
+/* A kernel is a function nv_...(team *, ...). calls.py reads the types of its arguments where it is defined, and writes
+ * run_call(). nv_run() can replace an argument of one of these types. */
 typedef ptrdiff_t token_count, row_count;
-#include "calls.h"
 
 /* A call is the number of a kernel and its arguments, each in a word. */
 typedef union {

@@ -51,21 +51,11 @@ static void pad_rows(const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, ptrdiff_t k, 
     }
 }
 
-/* Rows of numbers for each of some heads. */
-typedef struct {
-    const bf16 *x;
-    ptrdiff_t ld, head; /* from a row to the next, and from a head of a row to the next */
-} head_inputs;
-typedef struct {
-    bf16 *y;
-    ptrdiff_t ld, head;
-} head_outputs;
-
 /* A packed weight of `outputs` rows for each head. With `turned` the rows' numbers are the outputs, and there are `inputs` rows,
  * a multiple of 32. */
 typedef struct {
-    const bf16 *packed, *bias;
-    ptrdiff_t heads, outputs, inputs, turned;
+    const bf16 *packed;
+    ptrdiff_t outputs, inputs, turned;
 } head_weights;
 
 /* Return panel p of a head's weight, of packed_inputs(w.inputs) inputs. A turned one is made in `panel`. */
@@ -77,62 +67,50 @@ INLINE const bf16 *panel_of(head_weights w, ptrdiff_t head, ptrdiff_t p, bf16 *p
     return panel;
 }
 
-/* y[m][heads][outputs] = x[m][heads][inputs] . w + bias, rounded to nearest even, behind `kept` numbers that are copied. An item
- * is the product of a block of a head's x with a panel, or of a single row with STREAMS panels, if there are more. Each
- * thread prepares the blocks that it multiplies, so that a block fits its cache. */
-INLINE void multiply_heads(team *t, head_inputs x, head_weights w, head_outputs y, ptrdiff_t m, ptrdiff_t kept) {
-    ptrdiff_t k = packed_inputs(w.inputs), n = w.outputs;
-    ptrdiff_t panels = (n + PANEL - 1) / PANEL, block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
-    int streams = m == 1 && !w.turned && w.heads * panels > STREAMS; /* otherwise one thread would read all */
+/* y[m][heads][kept + n] = x[m][heads][kept + num_inputs], whose first `kept` numbers are copied; the others are multiplied by w,
+ * plus bias[n] or NULL, and rounded to nearest even. Rows and heads of x and y lie apart as ldx, x_head, ldy and y_head say. See
+ * head_weights. An item is the product of a block of a head's x with a panel, or of a single row with STREAMS panels, if there
+ * are more. Each thread prepares the blocks that it multiplies, so that a block fits its cache. */
+void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, ptrdiff_t x_head, const bf16 *packed, const bf16 *bias, bf16 *y,
+               ptrdiff_t ldy, ptrdiff_t y_head, token_count m, ptrdiff_t heads, ptrdiff_t n, ptrdiff_t num_inputs, ptrdiff_t kept,
+               ptrdiff_t turned) {
+    const head_weights w = {packed, n, num_inputs, turned};
+    ptrdiff_t k = packed_inputs(num_inputs), panels = (n + PANEL - 1) / PANEL;
+    ptrdiff_t block = rows_that_fit(m, k * sizeof(operand), LINEAR_BYTES), prepared = -1;
+    int streams = m == 1 && !turned && heads * panels > STREAMS; /* otherwise one thread would read all */
     ptrdiff_t group = streams ? STREAMS : 1, groups = (panels + group - 1) / group;
     ptrdiff_t acc_rows = block > TILE_ROWS ? block : TILE_ROWS;
     operand *buffer = scratch(block * (k + 16) * sizeof(operand) + 64);
     float *acc = scratch(acc_rows * PANEL * sizeof(float));
-    bf16 *padded = k > w.inputs ? scratch(block * k * sizeof *padded) : NULL;
-    bf16 *turned = w.turned ? scratch(k * PANEL * sizeof *turned) : NULL;
+    bf16 *padded = k > num_inputs ? scratch(block * k * sizeof *padded) : NULL;
+    bf16 *panel = turned ? scratch(k * PANEL * sizeof *panel) : NULL;
     input_rows inputs = {0};
-    FOR_ITEMS(item, t, w.heads * ((m + block - 1) / block) * groups) {
+    FOR_ITEMS(item, t, heads * ((m + block - 1) / block) * groups) {
         ptrdiff_t first = item % groups * group, last = first + group < panels ? first + group : panels;
-        ptrdiff_t part = item / groups, head = part % w.heads, i = part / w.heads * block;
+        ptrdiff_t part = item / groups, head = part % heads, i = part / heads * block;
         ptrdiff_t rows = m - i < block ? m - i : block, step = even_block(rows, TILE_ROWS);
-        const bf16 *from = x.x + i * x.ld + head * x.head + kept;
-        bf16 *to = y.y + i * y.ld + head * y.head + kept;
+        const bf16 *from = x + i * ldx + head * x_head + kept;
+        bf16 *to = y + i * ldy + head * y_head + kept;
         for (ptrdiff_t r = 0; kept && !first && r < rows; r++)
-            memcpy(to + r * y.ld - kept, from + r * x.ld - kept, kept * sizeof *to);
-        if (part != prepared && padded) pad_rows(from, x.ld, rows, w.inputs, padded);
-        if (part != prepared) inputs = prepare_inputs(padded ? padded : from, padded ? k : x.ld, rows, step, k, buffer);
+            memcpy(to + r * ldy - kept, from + r * ldx - kept, kept * sizeof *to);
+        if (part != prepared && padded) pad_rows(from, ldx, rows, num_inputs, padded);
+        if (part != prepared) inputs = prepare_inputs(padded ? padded : from, padded ? k : ldx, rows, step, k, buffer);
         prepared = part;
         if (streams && last - first == STREAMS) {
-            tile_streams(inputs.p, panel_of(w, head, first, turned), k, acc);
-            store_row(acc, bias_from(w.bias, first * PANEL), to + first * PANEL, STREAMS * PANEL, n - first * PANEL);
+            tile_streams(inputs.p, panel_of(w, head, first, panel), k, acc);
+            store_row(acc, bias_from(bias, first * PANEL), to + first * PANEL, STREAMS * PANEL, n - first * PANEL);
             continue;
         }
         for (ptrdiff_t p = first; p < last; p++) {
-            linear_outputs out = {to + p * PANEL, y.ld, n - p * PANEL, m * w.heads * n * 2, bias_from(w.bias, p * PANEL)};
-            linear_panel((linear_inputs){inputs, rows, step, k}, panel_of(w, head, p, turned), out, acc);
+            linear_outputs out = {to + p * PANEL, ldy, n - p * PANEL, m * heads * n * 2, bias_from(bias, p * PANEL)};
+            linear_panel((linear_inputs){inputs, rows, step, k}, panel_of(w, head, p, panel), out, acc);
         }
     }
     end_tiles();
     free(buffer);
     free(acc);
     free(padded);
-    free(turned);
-}
-
-/* y[m][n] = x[m][num_inputs] . w + bias[n]; rows of x are ldx apart. */
-void nv_linear(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *packed, const bf16 *bias, bf16 *y, token_count m, ptrdiff_t n,
-               ptrdiff_t num_inputs) {
-    head_weights w = {packed, bias, 1, n, num_inputs, 0};
-    multiply_heads(t, (head_inputs){x, ldx, 0}, w, (head_outputs){y, n, 0}, m, 0);
-}
-
-/* y[m][heads][kept + n] = x[m][heads][kept + num_inputs], whose first `kept` numbers are copied and the others multiplied. Rows
- * and heads of x and y lie apart as ldx, x_head, ldy and y_head say. See head_weights. */
-void nv_head_linear(team *t, const bf16 *x, ptrdiff_t ldx, ptrdiff_t x_head, const bf16 *packed, bf16 *y, ptrdiff_t ldy,
-                    ptrdiff_t y_head, token_count m, ptrdiff_t heads, ptrdiff_t n, ptrdiff_t num_inputs, ptrdiff_t kept,
-                    ptrdiff_t turned) {
-    head_weights w = {packed, NULL, heads, n, num_inputs, turned};
-    multiply_heads(t, (head_inputs){x, ldx, x_head}, w, (head_outputs){y, ldy, y_head}, m, kept);
+    free(panel);
 }
 
 /* y[rows][ldy] = x . w for `rows` (1 or WIDE_TOKENS) rows of x and `outputs` rows of w, both k long. Each sum has one vector of

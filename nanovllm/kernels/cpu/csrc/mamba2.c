@@ -11,12 +11,6 @@
 /* Tokens that pass a tile together, and its vectors; a single token has a wide tile, which is read in longer pieces. */
 enum { TOGETHER = 4, COLUMNS = VL == 16 ? 4 : 2, WIDE = 64 / VL, BLOCK_TOKENS = 64 /* a multiple of VL */ };
 
-/* Rows of a state's columns, ld apart. */
-typedef struct {
-    float *rows;
-    ptrdiff_t ld;
-} columns;
-
 /* A block of a row's tokens, for one head. */
 typedef struct {
     ptrdiff_t n, width, padded; /* width and padded: n and p rounded up to whole vectors */
@@ -98,7 +92,7 @@ static void prepare(const head_inputs *in, ptrdiff_t tokens, ptrdiff_t p, head_b
     float dt[BLOCK_TOKENS] = {0};
     for (ptrdiff_t t = 0; t < tokens; t++) dt[t] = float_of(in->dt[t * in->ldt]);
     for (ptrdiff_t t = 0; t < tokens; t += VL) {
-        vf x = load(dt + t) + in->dt_bias, step = blend(x > 20.0f, x, log1p_(exp_(x)));
+        vf step = softplus_(load(dt + t) + in->dt_bias);
         step = smaller(broadcast(in->high), larger(broadcast(in->low), step));
         store(h->step + t, step);
         store(h->decay + t, exp_(step * in->rate));

@@ -6,30 +6,18 @@
  */
 enum { NORM_ROUNDED, NORM_WIDE, NORM_CENTRED };
 
-/* 1 / the root mean square of x. */
-INLINE float norm_scale(const bf16 *x, ptrdiff_t n, float eps) {
-    vf sum = {0};
-    for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = load_bf16(x + i, n - i);
-        sum = fma_(v, v, sum);
-    }
-    return 1.0f / sqrtf(sum_of(sum) / n + eps);
+INLINE void multiply_row(bf16 *x, ptrdiff_t n, float factor) {
+    for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(x + i, n - i, load_bf16(x + i, n - i) * factor);
 }
 
 /* out = rmsnorm(x), rows of n numbers. weight may be NULL, and out may be x. */
 static void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, ptrdiff_t n, float eps, ptrdiff_t kind) {
-    float scale = norm_scale(x, n, eps);
-    if (weight && kind == NORM_ROUNDED) {
-        for (ptrdiff_t i = 0; i < n; i += VL) {
-            vf v = round_to_bf16(load_bf16(x + i, n - i) * scale);
-            store_bf16(out + i, n - i, v * load_bf16(weight + i, n - i));
-        }
-        return;
-    }
+    float scale = 1.0f / sqrtf(sum_of_squares(x, n) / n + eps);
     vf offset = broadcast(kind == NORM_CENTRED ? 1.0f : 0.0f);
     for (ptrdiff_t i = 0; i < n; i += VL) {
         vf v = load_bf16(x + i, n - i) * scale;
-        if (weight) v *= load_bf16(weight + i, n - i) + offset;
+        if (weight && kind == NORM_ROUNDED) v = round_to_bf16(v) * load_bf16(weight + i, n - i);
+        else if (weight) v *= load_bf16(weight + i, n - i) + offset;
         store_bf16(out + i, n - i, v);
     }
 }

@@ -196,16 +196,9 @@ void nv_sample(team *t, const void *logits, ptrdiff_t bits, const float *tempera
                const int64_t *positions, const int64_t *top_ks, const float *top_ps, const float *min_ps, float *maxima,
                float *sums, float *scratch, int64_t *out, ptrdiff_t rows, ptrdiff_t n, float coldest) {
     ptrdiff_t chunks = (n + CHUNK - 1) / CHUNK, groups = (chunks + GROUP - 1) / GROUP;
-#define ROW(i)                                  \
-    {(const char *)logits + (i) * n * bits / 8, \
-     bits,                                      \
-     n,                                         \
-     chunks,                                    \
-     0,                                         \
-     temperatures ? temperatures[i] : 0,        \
-     min_ps ? min_ps[i] : 0,                    \
-     maxima + (i) * chunks,                     \
-     sums + (i) * chunks}
+#define ROW(i)                                                                                                \
+    ((row){(const char *)logits + (i) * n * bits / 8, bits, n, chunks, 0, temperatures ? temperatures[i] : 0, \
+           min_ps ? min_ps[i] : 0, maxima + (i) * chunks, sums + (i) * chunks})
     FOR_ITEMS(item, t, rows * groups) {
         row r = ROW(item / groups);
         ptrdiff_t first = item % groups * GROUP, last = first + GROUP < chunks ? first + GROUP : chunks;
@@ -241,11 +234,7 @@ void nv_to_float(team *t, const bf16 *x, float *y, ptrdiff_t n) {
     enum { PART = 8192 };
     FOR_ITEMS(item, t, (n + PART - 1) / PART) {
         ptrdiff_t last = (item + 1) * PART < n ? (item + 1) * PART : n;
-        for (ptrdiff_t i = item * PART; i < last; i += VL) {
-            vf v = load_bf16(x + i, last - i);
-            if (last - i >= VL) store(y + i, v);
-            else memcpy(y + i, &v, (last - i) * sizeof *y);
-        }
+        for (ptrdiff_t i = item * PART; i < last; i += VL) store_f32(y + i, last - i, load_bf16(x + i, last - i));
     }
 }
 

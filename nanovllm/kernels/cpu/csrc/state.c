@@ -105,44 +105,29 @@ void nv_causal_conv(team *team, const bf16 *x, ptrdiff_t ldx, const bf16 *weight
     }
 }
 
-/* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers; sigmoid: weight * x / rms(x) * sigmoid(gate),
- * rounded once. Tokens are ldx and ldg apart. The weights of heads are ldw apart: 0, if all have the same. */
+enum { SILU_AFTER, SIGMOID_AFTER, SILU_BEFORE };
+
+/* out = round(weight * round(x / rms(x))) * silu(gate), for each head of n numbers; SIGMOID_AFTER: weight * x / rms(x) *
+ * sigmoid(gate), rounded once; SILU_BEFORE: weight * round(y / rms(y)), y = x * silu(gate). Tokens are ldx and ldg apart. The
+ * weights of heads are ldw apart: 0, if all have the same. */
 void nv_gated_rms_norm(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
-                       bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t sigmoid) {
+                       bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps, ptrdiff_t kind) {
     FOR_ITEMS(item, t, tokens * heads) {
         const bf16 *head = x + item / heads * ldx + item % heads * n, *g = gate + item / heads * ldg + item % heads * n;
         const bf16 *w = weight + item % heads * ldw;
-        bf16 *row = out + item * n;
-        float scale = sigmoid ? norm_scale(head, n, eps) : 0.0f;
-        if (!sigmoid) norm_row(head, w, row, n, eps, NORM_ROUNDED);
-        for (ptrdiff_t i = 0; i < n; i += VL) {
-            ptrdiff_t left = n - i;
-            vf gates = load_bf16(g + i, left);
-            vf v = sigmoid ? load_bf16(head + i, left) * scale * load_bf16(w + i, left) / (exp_(-gates) + 1.0f)
-                           : load_bf16(row + i, left) * silu_(gates);
-            store_bf16(row + i, left, v);
-        }
-    }
-}
-
-/* x * silu(gate), of the next numbers of rows that have `left` numbers more. */
-INLINE vf gated(const bf16 *x, const bf16 *gate, ptrdiff_t left) { return load_bf16(x, left) * silu_(load_bf16(gate, left)); }
-
-/* out = weight * round(y / rms(y)), y = x * silu(gate): arguments as above. */
-void nv_norm_of_gated(team *t, const bf16 *x, ptrdiff_t ldx, const bf16 *gate, ptrdiff_t ldg, const bf16 *weight, ptrdiff_t ldw,
-                      bf16 *out, token_count tokens, ptrdiff_t heads, ptrdiff_t n, float eps) {
-    FOR_ITEMS(item, t, tokens * heads) {
-        ptrdiff_t token = item / heads, head = item % heads;
-        const bf16 *from = x + token * ldx + head * n, *g = gate + token * ldg + head * n, *w = weight + head * ldw;
         vf sum = {0};
         for (ptrdiff_t i = 0; i < n; i += VL) {
-            vf y = gated(from + i, g + i, n - i);
+            vf y = load_bf16(head + i, n - i);
+            if (kind == SILU_BEFORE) y *= silu_(load_bf16(g + i, n - i));
             sum = fma_(y, y, sum);
         }
         float scale = 1.0f / sqrtf(sum_of(sum) / n + eps);
         for (ptrdiff_t i = 0; i < n; i += VL) {
-            vf y = round_to_bf16(gated(from + i, g + i, n - i) * scale);
-            store_bf16(out + item * n + i, n - i, y * load_bf16(w + i, n - i));
+            vf y = load_bf16(head + i, n - i), gates = load_bf16(g + i, n - i), weights = load_bf16(w + i, n - i);
+            if (kind == SILU_BEFORE) y *= silu_(gates);
+            y = kind == SIGMOID_AFTER ? y * scale * weights / (exp_(-gates) + 1.0f) : round_to_bf16(y * scale) * weights;
+            if (kind == SILU_AFTER) y = round_to_bf16(y) * silu_(gates);
+            store_bf16(out + item * n + i, n - i, y);
         }
     }
 }

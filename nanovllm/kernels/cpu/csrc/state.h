@@ -10,6 +10,12 @@ typedef struct {
     ptrdiff_t num_pages;
 } state_pages;
 
+/* Rows of a state's columns, ld apart. */
+typedef struct {
+    float *rows;
+    ptrdiff_t ld;
+} columns;
+
 INLINE void *state_part(const state_pages *s, ptrdiff_t row, ptrdiff_t part) {
     const int64_t *place = s->places + 2 * part;
     return s->pool + s->pages[row * s->num_pages + place[0]] * s->page_bytes + place[1];

@@ -31,21 +31,15 @@ typedef struct {
 /* out = x[dim] after rotation; angles are [2][rotary/2]: cos, then sin. */
 INLINE void rotate(const bf16 *x, const float *angles, bf16 *out, const preparation *p) {
     ptrdiff_t half = p->rotary / 2;
-    if (p->interleaved) {
-        for (ptrdiff_t i = 0; i < half; i += VL) {
-            vf c = load_f32(angles + i, half - i), s = load_f32(angles + half + i, half - i);
-            vu pairs = load_pairs(x + 2 * i, p->rotary - 2 * i);
-            vf first = (vf)(pairs << 16), second = (vf)(pairs & 0xffff0000);
-            store_bf16(out + i, half - i, fma_(first, c, -(second * s)));
-            store_bf16(out + half + i, half - i, fma_(second, c, first * s));
-        }
-    } else {
-        for (ptrdiff_t i = 0; i < half; i += VL) {
-            vf c = load_f32(angles + i, half - i), s = load_f32(angles + half + i, half - i);
-            vf first = load_bf16(x + i, half - i), second = load_bf16(x + half + i, half - i);
-            store_bf16(out + i, half - i, fma_(first, c, -(second * s)));
-            store_bf16(out + half + i, half - i, fma_(second, c, first * s));
-        }
+    for (ptrdiff_t i = 0; i < half; i += VL) {
+        ptrdiff_t left = half - i;
+        vf c = load_f32(angles + i, left), s = load_f32(angles + half + i, left), first, second;
+        if (p->interleaved) {
+            vu pairs = load_pairs(x + 2 * i, 2 * left);
+            first = (vf)(pairs << 16), second = (vf)(pairs & 0xffff0000);
+        } else first = load_bf16(x + i, left), second = load_bf16(x + half + i, left);
+        store_bf16(out + i, left, fma_(first, c, -(second * s)));
+        store_bf16(out + half + i, left, fma_(second, c, first * s));
     }
     if (p->rotary < p->dim) memcpy(out + p->rotary, x + p->rotary, (p->dim - p->rotary) * sizeof *x);
 }
@@ -59,10 +53,6 @@ INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angl
     }
     rotate(x, angles, out, p);
     if (weight && p->after_rotation) norm_row(out, weight, out, p->dim, p->eps, p->norm);
-}
-
-INLINE void multiply_row(bf16 *x, ptrdiff_t n, float factor) {
-    for (ptrdiff_t i = 0; i < n; i += VL) store_bf16(x + i, n - i, load_bf16(x + i, n - i) * factor);
 }
 
 /* Prefetch the cache lines of a token into the second-level cache. The first level cannot wait for so many at once. */

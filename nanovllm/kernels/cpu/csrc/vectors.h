@@ -233,6 +233,14 @@ INLINE void turn_panel(const bf16 *from, ptrdiff_t ld, ptrdiff_t count, ptrdiff_
             for (ptrdiff_t j = 0; j < VL; j++) store((float *)(to + (i + 2 * j) * PANEL + first * 2), pairs[j]);
         }
 }
+INLINE float sum_of_squares(const bf16 *x, ptrdiff_t n) {
+    vf sum = {0};
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load_bf16(x + i, n - i);
+        sum = fma_(v, v, sum);
+    }
+    return sum_of(sum);
+}
 INLINE vf load_f32(const float *p, ptrdiff_t left) {
     if (left >= VL) return load(p);
     vf v = {0};
