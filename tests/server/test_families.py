@@ -237,21 +237,12 @@ def test_grammars_of_gemma(llm: LLM) -> None:
     assert not takes(llm, behind, *thought, *one)
 
 
-def test_either_parser_may_be_left_out(llm: LLM) -> None:
-    tokenizer: Any = llm.get_tokenizer()
-    added = tokenizer.added_tokens_decoder
-    texts = (*THOUGHT, *CALL_OF_F, "{}", CALL)
-    for names, answer in (
-        (("openai", "none"), ("", "Hm <|end|> é", [("f", "{}")])),
-        (("none", "openai_gptoss"), ("Hm <|end|> é", "{}", [])),
-        (
-            ("none", "none"),
-            ("", "analysisHm <|end|> éassistantcommentary to=functions.f json{}", []),
-        ),
-    ):
-        found = find_answer_format(HARMONY, *names, added)
-        for said, _ in answers(llm, found, encode(llm, *texts)):
-            assert said == answer
+def test_a_mistral_model_that_reasons_may_do_so_before_a_call(llm: LLM) -> None:
+    found = format_of(llm, MISTRAL)
+    params = found.params(SamplingParams(), "[/INST]", TOOLS, "required")
+    call = ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "x"}')
+    assert takes(llm, params, *call, *call)
+    assert takes(llm, params, "[THINK]", "Hm", "[/THINK]", *call)
 
 
 @pytest.mark.parametrize("stream", [False, True])
