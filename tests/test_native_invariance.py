@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiler here")
 
 MAX_MODEL_LEN = 256
 NUM_REQUESTS = 32
-NUM_PROVED = 8
+NUM_PROVED = 5
 ONE_KV = {"kv_cache_dtype": "auto"}
 """Otherwise `nanovllm prove` has an int8 KV cache, too."""
 
@@ -83,15 +83,13 @@ def generate(model: str, workload: Any, **options: Any) -> list[list[int]]:
 
 def assert_same_bits(
     model: str,
-    tmp_path: Path,
     ways: tuple[str, ...],
     full: bool = False,
-    num_requests: int = NUM_PROVED,
     lora_modules: tuple[str, ...] = (),
     **options: Any,
 ) -> None:
     """Check that requests have the same bits alone and in these ways of `nanovllm prove`."""
-    prove = ProveOptions(ways=ways, full=full, num_requests=num_requests, lora_modules=lora_modules)
+    prove = ProveOptions(ways=ways, full=full, num_requests=NUM_PROVED, lora_modules=lora_modules)
     options = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", **options}
     proof = Prover(model, options, prove).prove()
     assert proof.holds, proof.difference
@@ -119,11 +117,10 @@ def test_bits_do_not_depend_on_the_batch(
     each_model: str,
     ways: tuple[str, ...],
     options: dict[str, Any],
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    assert_same_bits(each_model, tmp_path, ways, **options)
+    assert_same_bits(each_model, ways, **options)
     assert "attention backend: cpu" in caplog.text
     assert "run call by call" not in caplog.text
 
@@ -132,7 +129,7 @@ def test_bits_do_not_depend_on_adapters_or_tiers(model: str, tmp_path: Path) -> 
     linears = linears_of(model)
     paths = [write_adapter(tmp_path / str(seed), linears, seed=seed) for seed in range(2)]
     adapters = tuple(f"a{seed}={path}" for seed, path in enumerate(paths))
-    assert_same_bits(model, tmp_path, ("adapters", "KV in"), lora_modules=adapters, **ONE_KV)
+    assert_same_bits(model, ("adapters", "KV in"), lora_modules=adapters, **ONE_KV)
 
 
 def test_rows_behind_one_prompt_share_its_blocks(shared_checkpoint: Callable[..., str]) -> None:
@@ -252,7 +249,6 @@ def test_bits_of_other_families_do_not_depend_on_the_batch(
     family: str,
     quantization: str | None,
     shared_checkpoint: Any,
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Steps of a few tokens are recorded."""
@@ -261,7 +257,7 @@ def test_bits_of_other_families_do_not_depend_on_the_batch(
     caplog.set_level(logging.INFO, "nanovllm")
     ways = (*FEW, "drafts, chunks, preempted", *(["call by call"] if quantization is None else []))
     options = {"quantization": quantization, "kvcache_block_size": 32, **ONE_KV}
-    assert_same_bits(model, tmp_path, ways, num_requests=5, **options)
+    assert_same_bits(model, ways, **options)
     assert "call by call" not in caplog.text
 
 
@@ -269,7 +265,6 @@ def test_bits_of_other_families_do_not_depend_on_the_batch(
 def test_bits_of_a_model_of_any_size_do_not_depend_on_the_batch(
     sizes: tuple[int, int, int],
     shared_checkpoint: Any,
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Symptom: torch computes linears whose inputs are not a multiple of 32."""
@@ -277,7 +272,7 @@ def test_bits_of_a_model_of_any_size_do_not_depend_on_the_batch(
     names = "hidden_size", "intermediate_size", "head_dim"
     model = shared_checkpoint(**{**MODEL, **dict(zip(names, sizes, strict=True))})
     ways = ("batches of 64", *FEW, "call by call")
-    assert_same_bits(model, tmp_path, ways, **ONE_KV)
+    assert_same_bits(model, ways, **ONE_KV)
     assert "call by call" not in caplog.text
 
 

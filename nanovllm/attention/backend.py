@@ -31,7 +31,7 @@ class Backend(abc.ABC):
     # KV of the whole batch is stored before any row attends. So a graph needs no rows of several
     # tokens.
     supports_graph: ClassVar[bool] = False
-    # Whether `kernels.cpu.recording` can record the attention: C kernels compute all of it, and it
+    # Whether `cpu_graph.CPUGraph` can record the attention: C kernels compute all of it, and it
     # needs no plan.
     supports_recording: ClassVar[bool] = False
     # Whether no slot past a row's last token is read. If not, those of its last block must hold

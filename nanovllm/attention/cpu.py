@@ -10,8 +10,7 @@ from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.build import PANEL
 
-MAX_HEAD_DIM = 576
-"""The rows of latent attention are the longest: 512 numbers, and 64 that rotate."""
+MAX_HEAD_DIM = 576  # the rows of latent attention are the longest: 512 numbers, and 64 that rotate
 
 
 class CPUBackend(Backend):

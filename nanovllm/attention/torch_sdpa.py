@@ -18,20 +18,17 @@ from nanovllm.attention.spec import AttentionSpec, QKNormRope
 _PADDING = 1.25
 """Rows share a call if the longest has at most this factor times the shortest row's blocks, plus
 one block."""
-_MAX_GATHERED_TOKENS = 65536
-"""Maximum tokens whose K and V one call of several rows copies."""
+_MAX_GATHERED_TOKENS = 65536  # maximum tokens whose K and V one call of several rows copies
 
 
 @dataclasses.dataclass(frozen=True)
 class _Singles:
     """One call for rows of one token each, padded to the longest. Most of them decode."""
 
-    tokens: torch.Tensor
-    """[R] int64, index of each row's token."""
-    blocks: torch.Tensor
-    """[R, width] int64 block ids."""
+    tokens: torch.Tensor  # [R] int64, index of each row's token
+    blocks: torch.Tensor  # [R, width] int64 block ids
+    # [R, 1, 1, width * block_size] bool, true for the keys of the row's sequence.
     mask: torch.Tensor
-    """[R, 1, 1, width * block_size] bool, true for the keys of the row's sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +37,11 @@ class Chunk:
 
     start: int
     stop: int
-    blocks: torch.Tensor
-    """[width] int64 block ids, from that of the first key on."""
+    blocks: torch.Tensor  # [width] int64 block ids, from that of the first key on
     num_keys: int
+    # [tokens, num_keys] bool, true for the keys that a token sees; None: those up to it from key 0
+    # on, or all.
     mask: torch.Tensor | None
-    """[tokens, num_keys] bool, true for the keys that a token sees; None: those up to it from key 0
-    on, or all."""
 
 
 class TorchBackend(Backend):

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan
     from nanovllm.kernels.triton.prefill_attention import PrefillPlan
 
-_FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for float8_e4m3fn in Triton."""
+_FP8_CAPABILITY = (8, 9)  # minimum compute capability for float8_e4m3fn in Triton
 
 
 class PagedBackend(Backend):

@@ -18,18 +18,15 @@ class AdapterTable(NamedTuple):
     ranks[i, s] of the R rows a[i, s * R :], and b_s as many rows of b[i], of the slice's columns.
     """
 
+    # [slots, S * R, k] in the model's dtype, contiguous. R is the most that a rank may be.
     a: torch.Tensor
-    """[slots, S * R, k] in the model's dtype, contiguous. R is the most that a rank may be."""
-    b: torch.Tensor
-    """[slots, R, n], contiguous: the transpose of PEFT's lora_B."""
-    ranks: torch.Tensor
-    """[slots, S] int32; 0: the adapter does not change this slice."""
-    scales: torch.Tensor
-    """[slots, S] float32."""
+    b: torch.Tensor  # [slots, R, n], contiguous: the transpose of PEFT's lora_B
+    ranks: torch.Tensor  # [slots, S] int32; 0: the adapter does not change this slice
+    scales: torch.Tensor  # [slots, S] float32
+    # [S] int32: the column after each slice. Slices are adjacent and end with n.
     ends: torch.Tensor
-    """[S] int32: the column after each slice. Slices are adjacent and end with n."""
+    # [most tokens of a step, largest S * R of all layers] float32, for a x. Layers share it.
     scratch: torch.Tensor
-    """[most tokens of a step, largest S * R of all layers] float32, for a x. Layers share it."""
 
     @property
     def max_rank(self) -> int:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 64
-"""Bytes: a page's size is a multiple of it, and each part begins at one."""
+ALIGNMENT = 64  # bytes: a page's size is a multiple of it, and each part begins at one
 
 
 def aligned(num_bytes: int) -> int:

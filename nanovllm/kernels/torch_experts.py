@@ -18,10 +18,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai", "relu2")
 class Routing(NamedTuple):
     """Each token's experts."""
 
-    ids: torch.Tensor
-    """[T, k] int32, the likeliest expert first; all different in a row."""
-    weights: torch.Tensor
-    """[T, k] float32: the factors of the experts' outputs."""
+    ids: torch.Tensor  # [T, k] int32, the likeliest expert first; all different in a row
+    weights: torch.Tensor  # [T, k] float32: the factors of the experts' outputs
 
 
 class Groups(NamedTuple):
@@ -31,31 +29,24 @@ class Groups(NamedTuple):
     """
 
     number: int
-    kept: int
-    """A token's groups: those with the highest scores."""
-    best: int
-    """1 or 2: a group's score is the sum of so many of its highest scores."""
+    kept: int  # a token's groups: those with the highest scores
+    best: int  # 1 or 2: a group's score is the sum of so many of its highest scores
 
 
 class ExpertChoice(NamedTuple):
     """How the experts of each token are chosen, and weighted."""
 
     top_k: int
-    renormalize: bool
-    """Whether the weights of the chosen experts are divided by their sum."""
-    factor: float = 1.0
-    """Of the weights."""
-    scales: torch.Tensor | None = None
-    """[E]: factors of the experts' weights."""
+    renormalize: bool  # whether the weights of the chosen experts are divided by their sum
+    factor: float = 1.0  # of the weights
+    scales: torch.Tensor | None = None  # [E]: factors of the experts' weights
+    # Whether each expert has the sigmoid of its own logit, not a part of a softmax over all.
     sigmoid: bool = False
-    """Whether each expert has the sigmoid of its own logit, not a part of a softmax over all."""
+    # [E] float32: added to the sigmoids, or to the softmax, for the choice alone.
     bias: torch.Tensor | None = None
-    """[E] float32: added to the sigmoids, or to the softmax, for the choice alone."""
-    epsilon: float = 0.0
-    """Added to the sum if `renormalize`."""
+    epsilon: float = 0.0  # added to the sum if `renormalize`
     groups: Groups | None = None
-    logit_factor: float = 1.0
-    """Of the logits in a softmax."""
+    logit_factor: float = 1.0  # of the logits in a softmax
 
 
 class RowSource(Protocol):
@@ -69,12 +60,9 @@ class RowSource(Protocol):
 class ExpertLinear(NamedTuple):
     """The same linear of E experts, one after the other."""
 
-    weight: torch.Tensor | RowSource
-    """[E * num_outputs, inputs]"""
-    bias: torch.Tensor | None
-    """[E * num_outputs]"""
-    num_outputs: int
-    """Of one expert."""
+    weight: torch.Tensor | RowSource  # [E * num_outputs, inputs]
+    bias: torch.Tensor | None  # [E * num_outputs]
+    num_outputs: int  # of one expert
 
     def of(self, expert: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight [num_outputs, inputs] of one expert, and its bias [num_outputs]."""
@@ -89,12 +77,11 @@ class ExpertLinear(NamedTuple):
 class ExpertMLP(NamedTuple):
     """The MLPs of E experts: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
+    # An expert's gates, then its ups; or a gate and an up in turn, if they are `interleaved`; or
+    # its ups alone, if they are not `gated`.
     gate_up: ExpertLinear
-    """An expert's gates, then its ups; or a gate and an up in turn, if they are `interleaved`; or
-    its ups alone, if they are not `gated`."""
     down: ExpertLinear
-    activation: str
-    """One of ACTIVATIONS."""
+    activation: str  # one of ACTIVATIONS
     interleaved: bool = False
     gated: bool = True
 

@@ -17,8 +17,7 @@ from nanovllm.layers.pieces import SmallLinear, TensorRows
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
-MAX_EXPERTS = 2**12
-"""More than any model has: a limit for what a config.json says."""
+MAX_EXPERTS = 2**12  # more than any model has: a limit for what a config.json says
 
 
 class Router(WeightModule):
@@ -32,8 +31,7 @@ class Router(WeightModule):
         choice: see `ExpertChoice`.
     """
 
-    kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    kernels: Kernels = TORCH  # the loader sets those of the device
 
     def __init__(
         self,
@@ -91,8 +89,7 @@ class NormedRouter(nn.Module):
         eps: of the norm.
     """
 
-    kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    kernels: Kernels = TORCH  # the loader sets those of the device
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, eps: float) -> None:
         super().__init__()
@@ -112,14 +109,12 @@ class NormedRouter(nn.Module):
 class StoredExperts(NamedTuple):
     """How a checkpoint stores the experts of a layer."""
 
+    # Names of the three linears of each expert, after its number. None: all experts are together in
+    # the tensors gate_up_proj [E, 2 * intermediate_size, hidden_size] and down_proj [E,
+    # hidden_size, intermediate_size]; without a gate, in up_proj and down_proj.
     linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    """Names of the three linears of each expert, after its number. None: all experts are together
-    in the tensors gate_up_proj [E, 2 * intermediate_size, hidden_size] and down_proj [E,
-    hidden_size, intermediate_size]; without a gate, in up_proj and down_proj."""
-    transposed: bool = False
-    """Tensors of all experts have the inputs before the outputs."""
-    interleaved: bool = False
-    """In gate_up_proj, gates and ups are in turn, not all gates first."""
+    transposed: bool = False  # tensors of all experts have the inputs before the outputs
+    interleaved: bool = False  # in gate_up_proj, gates and ups are in turn, not all gates first
 
 
 PER_EXPERT = StoredExperts()
@@ -230,8 +225,7 @@ class Experts(nn.Module):
         bias: whether the linears have one.
     """
 
-    kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    kernels: Kernels = TORCH  # the loader sets those of the device
 
     def __init__(
         self,

@@ -26,13 +26,10 @@ class DeltaSizes(NamedTuple):
 
     hidden_size: int
     key_heads: int
-    value_heads: int
-    """A multiple of key_heads: neighbours read the same key head."""
-    key_dim: int
-    """Of a head, like value_dim."""
+    value_heads: int  # a multiple of key_heads: neighbours read the same key head
+    key_dim: int  # of a head, like value_dim
     value_dim: int
-    taps: int
-    """Tokens that the convolution takes."""
+    taps: int  # tokens that the convolution takes
 
 
 class DeltaRule(StateLayer):
@@ -49,10 +46,8 @@ class DeltaRule(StateLayer):
         by_rows: whether each row of a state has its own decay.
     """
 
-    bound: float | None = None
-    """Of the decays: see `torch_states.gated_delta`."""
-    sigmoid: ClassVar[bool] = False
-    """See `torch_states.gated_rms_norm`."""
+    bound: float | None = None  # of the decays: see `torch_states.gated_delta`
+    sigmoid: ClassVar[bool] = False  # see `torch_states.gated_rms_norm`
 
     def __init__(
         self,

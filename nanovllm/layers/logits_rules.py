@@ -19,10 +19,8 @@ from nanovllm.options.plugins import load_class
 from nanovllm.options.sampling_params import SamplingParams, takes_prompt
 from nanovllm.options.validation import shown
 
-_ANY = -1
-"""In place of a token: matches every token."""
-_NONE = -2
-"""In place of a token: matches none."""
+_ANY = -1  # in place of a token: matches every token
+_NONE = -2  # in place of a token: matches none
 
 
 class LogitsRule(ABC):
@@ -34,8 +32,7 @@ class LogitsRule(ABC):
         device: where the logits are.
     """
 
-    name: ClassVar[str]
-    """The key in `SamplingParams.extra_args`, over HTTP in vllm_xargs."""
+    name: ClassVar[str]  # the key in `SamplingParams.extra_args`, over HTTP in vllm_xargs
 
     @abstractmethod
     def __init__(self, value: Any, num_prompt_tokens: int, device: torch.device) -> None: ...

@@ -24,14 +24,11 @@ class MambaSizes(NamedTuple):
     """The sizes of a Mamba-2 layer, of all ranks together."""
 
     hidden_size: int
-    heads: int
-    """A multiple of groups: neighbours read the same group."""
+    heads: int  # a multiple of groups: neighbours read the same group
     head_dim: int
     groups: int
-    state_size: int
-    """Rows of a head's matrix, which has head_dim columns."""
-    taps: int
-    """Tokens that the convolution takes."""
+    state_size: int  # rows of a head's matrix, which has head_dim columns
+    taps: int  # tokens that the convolution takes
 
 
 class GatedNorm(nn.Module):

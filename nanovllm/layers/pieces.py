@@ -15,10 +15,8 @@ from nanovllm.utils.distributed import tensor_parallel
 class TensorRows(NamedTuple):
     """Some consecutive rows of a checkpoint tensor."""
 
-    name: str
-    """Of the checkpoint's module, which replaces this one's name in the path."""
-    total: int
-    """Rows of the tensor."""
+    name: str  # of the checkpoint's module, which replaces this one's name in the path
+    total: int  # rows of the tensor
     start: int
     size: int
 
@@ -67,8 +65,7 @@ class HeadLinear(WeightModule):
         turned: whether the rows of a head belong to its inputs, and its outputs are `columns`.
     """
 
-    kernels: Kernels = TORCH
-    """The loader sets those of the device."""
+    kernels: Kernels = TORCH  # the loader sets those of the device
     is_gathered = True
 
     def __init__(self, columns: int, pieces: Sequence[TensorRows], *, turned: bool = False) -> None:

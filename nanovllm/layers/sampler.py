@@ -23,10 +23,8 @@ CHUNK = 128
 NO_TOKEN = -1
 """Marks the token of a row whose logits are not a distribution: some are NaN or +inf, or all are
 -inf. Then the largest logit is not finite, where NaN counts as the largest."""
-RULED_OUT = -2
-"""Stands for the token of a row whose logits were a distribution before the rules."""
-_SPARE = 8
-"""Candidates in addition to top_k, so that logits equal to the k-th are candidates too."""
+RULED_OUT = -2  # stands for the token of a row whose logits were a distribution before the rules
+_SPARE = 8  # candidates in addition to top_k, so that logits equal to the k-th are candidates too
 _TOP_P_CANDIDATES = 256
 """Candidates for top_p without top_k. A row that keeps more tokens than that is sorted."""
 

@@ -13,8 +13,7 @@ import torch
 
 from nanovllm.options.sampling_params import SamplingParams
 
-KEEP_ALL = 2**31 - 1
-"""The top_k of a row without top_k."""
+KEEP_ALL = 2**31 - 1  # the top_k of a row without top_k
 _MAX_TEMPERATURE = 1e30
 """Finite in float32; SamplingParams accepts every finite float64 number."""
 

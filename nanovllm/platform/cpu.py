@@ -19,8 +19,7 @@ from nanovllm.platform import Platform
 from nanovllm.utils.memory import keep_freed, lazy_zeros
 from nanovllm.utils.process import control_groups
 
-_POOL_BYTES = 4 * 2**30
-"""Maximum size of the KV pool, unless config sets another."""
+_POOL_BYTES = 4 * 2**30  # maximum size of the KV pool, unless config sets another
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),

@@ -25,8 +25,7 @@ from nanovllm.worker.hooks import StepRunner, StepTensors
 if TYPE_CHECKING:
     from nanovllm.worker.state_table import Replays
 
-Forward = Callable[[Batch], torch.Tensor]
-"""Returns hidden states [T, hidden_size]."""
+Forward = Callable[[Batch], torch.Tensor]  # returns hidden states [T, hidden_size]
 
 MAX_TOKENS = 64
 """Larger steps run call by call: there Python's share of the time is small, and a recording keeps

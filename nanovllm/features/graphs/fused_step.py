@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 SIZES = (1, 2, 4)
 """Rows for which both ways are timed, up to those for which the layers are faster. A step is
 computed as one of the next larger size is."""
-_LONG = 4096
-"""Tokens of the sequences in the longer of the two batches that are timed."""
+_LONG = 4096  # tokens of the sequences in the longer of the two batches that are timed
 _TOLERANCE = 0.1
 """How far a logit may be off in these batches, relative to the largest. Rounding takes a percent or
 two in bfloat16; the check is for kernels that compute something else."""

@@ -22,11 +22,9 @@ from nanovllm.worker.hooks import StepRunner, StepTensors
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Batch], torch.Tensor]
-"""Returns hidden states [T, hidden_size]."""
+Forward = Callable[[Batch], torch.Tensor]  # returns hidden states [T, hidden_size]
 
-MAX_TOKENS = 4096
-"""Larger steps keep a GPU busy for longer than their launches take."""
+MAX_TOKENS = 4096  # larger steps keep a GPU busy for longer than their launches take
 
 
 def piece_sizes(max_tokens: int) -> list[int]:

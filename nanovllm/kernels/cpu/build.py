@@ -37,8 +37,7 @@ exit $status"""
 """A shell's program: run a command; end its process group if the pipe at standard input closes."""
 _COMPILER_SECONDS = 300
 """How long the compiler may take for all sources: seconds, and minutes on a busy machine."""
-_ROOM = 16 * 2**20
-"""Bytes that building takes, at most."""
+_ROOM = 16 * 2**20  # bytes that building takes, at most
 _ERROR_LINES = 5
 _ERROR_CHARACTERS = 500
 """How much of the compiler's complaint the log gets."""

@@ -28,8 +28,7 @@ _ACTIVATIONS = (
 )
 """In the order of their numbers in csrc/activations.h."""
 
-_CHUNK = 128
-"""Logits of a chunk; see csrc/sampling.c."""
+_CHUNK = 128  # logits of a chunk; see csrc/sampling.c
 
 
 def add_rms_norm(
@@ -454,12 +453,9 @@ def forbid(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> Non
 class StateColumns(NamedTuple):
     """Where the state pages of sequences are in the table, and where those of a step go."""
 
-    source: torch.Tensor
-    """[table rows, state_pages] int32: columns of the table."""
-    pages: torch.Tensor
-    """[most rows, state_pages] int32, of `kernels.states.StateRows`."""
-    write_lens: torch.Tensor
-    """[most rows] int32; gets the number of each row's tokens."""
+    source: torch.Tensor  # [table rows, state_pages] int32: columns of the table
+    pages: torch.Tensor  # [most rows, state_pages] int32, of `kernels.states.StateRows`
+    write_lens: torch.Tensor  # [most rows] int32; gets the number of each row's tokens
 
 
 def batch(

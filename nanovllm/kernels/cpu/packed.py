@@ -15,8 +15,7 @@ PLAIN, MINIMUMS, FP4, ZEROS, W8A8 = range(5)
 """The kinds of weights of 8 or 4 bits, and their numbers in csrc/int_weights.h, which says what
 the numbers of such a weight mean."""
 
-_K_STEP = 256
-"""What groups of inputs divide; see csrc/int_weights.h."""
+_K_STEP = 256  # what groups of inputs divide; see csrc/int_weights.h
 _ONEDNN_HINT_ROWS = 16
 """Number of input rows that oneDNN optimises its layout for. Inputs may have any number of rows."""
 _ONEDNN_MIN_ELEMENTS = 2**20

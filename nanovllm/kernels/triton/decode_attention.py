@@ -34,22 +34,18 @@ from nanovllm.kernels.triton.online_softmax import (
     store_split,
 )
 
-SPLIT_TOKENS = 256
-"""Maximum keys in a split, unless the row would then need more than MAX_SPLITS."""
+SPLIT_TOKENS = 256  # maximum keys in a split, unless the row would then need more than MAX_SPLITS
 
 _PROGRAMS_PER_SM = 3
 """Programs of a launch for each SM, as many as it runs at once in half precision. Each takes splits
 from a queue until none is left."""
-_PLAN_ROWS = tl.constexpr(16)
-"""Rows that one program of `_plan_decode` plans."""
-_PLAN_COLUMNS = tl.constexpr(128)
-"""Rows that it compares them with at once."""
+_PLAN_ROWS = tl.constexpr(16)  # rows that one program of `_plan_decode` plans
+_PLAN_COLUMNS = tl.constexpr(128)  # rows that it compares them with at once
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 _SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 _TILE_TOKENS = tl.constexpr(64)
 """Splits are multiples of it, because a tile of keys has at most so many."""
-_IDS_AT_ONCE = tl.constexpr(16)
-"""Block ids of each row that are compared at once."""
+_IDS_AT_ONCE = tl.constexpr(16)  # block ids of each row that are compared at once
 
 
 # Values that change from batch to batch must not cause a recompilation. By default Triton compiles
@@ -72,18 +68,17 @@ class DecodePlan:
     same strides.
     """
 
+    # [R * max_splits, 4] int32: row, split of the row, seq_len, query token; longest first.
     splits: torch.Tensor
-    """[R * max_splits, 4] int32: row, split of the row, seq_len, query token; longest first."""
-    num_splits: torch.Tensor
-    """[1] int32, the number of entries in `splits`."""
+    num_splits: torch.Tensor  # [1] int32, the number of entries in `splits`
+    # [1] int32, the splits that programs have taken after their first; 0 between two launches.
     splits_taken: torch.Tensor
-    """[1] int32, the splits that programs have taken after their first; 0 between two launches."""
+    # [R, groups] int32, the finished splits of a row; 0 between two launches.
     splits_done: torch.Tensor
-    """[R, groups] int32, the finished splits of a row; 0 between two launches."""
+    # [R, max_splits, num_heads, output_dim] float32, the weighted sum of values of each split.
     partial_out: torch.Tensor
-    """[R, max_splits, num_heads, output_dim] float32, the weighted sum of values of each split."""
+    # [R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights.
     partial_stats: torch.Tensor
-    """[R, max_splits, num_heads, 2] float32: maximum score (log2), and sum of weights."""
     max_splits: int
     max_programs: int
     scores: Scores

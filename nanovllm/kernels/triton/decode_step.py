@@ -9,11 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 128
-"""Rows that one program of `advance` processes."""
+_ROWS = 128  # rows that one program of `advance` processes
 
-_SAMPLES = 256
-"""Samples that `accept` looks at in one turn."""
+_SAMPLES = 256  # samples that `accept` looks at in one turn
 
 # One variant of each kernel serves all graphs and views. By default Triton compiles another one for
 # an integer that is 1 or a multiple of 16, and for a pointer that is not aligned to 16 bytes.

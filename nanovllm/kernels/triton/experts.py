@@ -12,8 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.torch_experts import ACTIVATIONS, ExpertChoice, ExpertMLP, Groups, Routing
 from nanovllm.kernels.torch_math import OAI_ALPHA, OAI_LIMIT
 
-_CHUNK = 1024
-"""Pairs that a program of `_group` reads at once."""
+_CHUNK = 1024  # pairs that a program of `_group` reads at once
 
 
 def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:

@@ -18,8 +18,7 @@ new_counters = split_k.new_counters
 _LIMIT = torch.finfo(FP8).max
 _MAX_INPUTS = 128
 """Maximum inputs of one `tl.dot`, whose products the tensor cores sum with few bits."""
-_MIN_INPUTS = 32
-"""Minimum inputs of one `tl.dot` with FP8 operands."""
+_MIN_INPUTS = 32  # minimum inputs of one `tl.dot` with FP8 operands
 _SPLIT_PROGRAMS = 264
 """Maximum programs of a tile of rows whose inputs are split: two for each SM of an H100."""
 _MANY = {"M": 64, "N": 128, "SPLITS": 1, "num_warps": 4, "num_stages": 3}

@@ -11,14 +11,12 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.launch import launch_options, let_next_begin, wait_for_previous
 
-MAX_ROWS = 4
-"""With more rows the layers were faster on an H200."""
+MAX_ROWS = 4  # with more rows the layers were faster on an H200
 
 PROGRAMS = 192
 """Programs that should read one weight. Two fit an SM of a large GPU. Some weights get fewer,
 because splits are multiples of _SPLIT_STEP: 2048 inputs of 1024 outputs get 128."""
-_SPLIT_STEP = 512
-"""A split of a linear's inputs is a multiple of this."""
+_SPLIT_STEP = 512  # a split of a linear's inputs is a multiple of this
 _WARPS = 8
 """Warps of a program. Each multiplies a part of the inputs, so that no warp waits for another, and
 a long sum is many short ones."""

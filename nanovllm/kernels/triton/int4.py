@@ -14,8 +14,7 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.split_k import FEW, add_splits, new_counters, plan_launch
 
-INT4, INT8, FP4 = range(3)
-"""What the words of a weight hold."""
+INT4, INT8, FP4 = range(3)  # what the words of a weight hold
 
 _ROWS_AT_ONCE = 1024
 """Rows packed at once. Bounds the size of the copies."""
@@ -34,26 +33,19 @@ class PackedInts(NamedTuple):
     A block is four parts of `part` neighbouring inputs. k is filled up to whole blocks.
     """
 
+    # 4 bits: [n, blocks * part] int16. The four nibbles of word j of a block, lowest first, are
+    # input j of each of the four parts: value + 8, or the bits of an E2M1 number. So a thread reads
+    # neighbouring inputs of each part, and nothing is shuffled. 8 bits: [n, blocks * 4 * part] int8
+    # in the order of the inputs.
     words: torch.Tensor
-    """4 bits: [n, blocks * part] int16. The four nibbles of word j of a block, lowest first, are
-    input j of each of the four parts: value + 8, or the bits of an E2M1 number. So a thread reads
-    neighbouring inputs of each part, and nothing is shuffled. 8 bits: [n, blocks * 4 * part] int8
-    in the order of the inputs."""
-    scales: torch.Tensor
-    """[k / group, n] float16 or bfloat16: a tile of outputs reads neighbours."""
-    zeros: torch.Tensor | None
-    """[k / group, n] int8."""
-    minimums: torch.Tensor | None
-    """[k / group, n] float16."""
-    factors: torch.Tensor | None
-    """[n] float32."""
-    size: int
-    """k."""
+    scales: torch.Tensor  # [k / group, n] float16 or bfloat16: a tile of outputs reads neighbours
+    zeros: torch.Tensor | None  # [k / group, n] int8
+    minimums: torch.Tensor | None  # [k / group, n] float16
+    factors: torch.Tensor | None  # [n] float32
+    size: int  # k
     group: int
-    part: int
-    """32, or 16 if groups are not a multiple of 32."""
-    kind: int
-    """INT4, INT8 or FP4."""
+    part: int  # 32, or 16 if groups are not a multiple of 32
+    kind: int  # INT4, INT8 or FP4
 
     def constants(self) -> dict[str, int]:
         """Return what the kernels know of the weight when they are compiled."""

@@ -59,12 +59,9 @@ def join_chain(CHAINED: tl.constexpr):
 class Arguments(NamedTuple):
     """What a launch needs besides the tensors that differ from layer to layer."""
 
-    grid: tuple[int, ...]
-    """One to three dimensions."""
-    fixed: tuple[Any, ...]
-    """Arguments that follow the tensors."""
-    options: dict[str, Any]
-    """The kernel's constants, and options of the launch such as num_warps."""
+    grid: tuple[int, ...]  # one to three dimensions
+    fixed: tuple[Any, ...]  # arguments that follow the tensors
+    options: dict[str, Any]  # the kernel's constants, and options of the launch such as num_warps
 
 
 class Launch:

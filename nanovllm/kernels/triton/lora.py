@@ -10,11 +10,9 @@ import triton.language as tl
 
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable
 
-_ROWS = 16
-"""Tokens of a tile, for any number of tokens."""
+_ROWS = 16  # tokens of a tile, for any number of tokens
 _INPUTS_OF_A_SPLIT = 1024
-_MAX_SPLITS = 4
-"""Programs that share the inputs of an `a x`. `_expand` adds up their sums in order."""
+_MAX_SPLITS = 4  # programs that share the inputs of an `a x`. `_expand` adds up their sums in order
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, rows: AdapterRows, table: AdapterTable) -> None:

@@ -9,12 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
-"""Positions that one program searches."""
-_PARTS = 128
-"""Blocks whose results are compared at once."""
-_DRAFTS = 32
-"""Drafts that are written at once."""
+_BLOCK = 1024  # positions that one program searches
+_PARTS = 128  # blocks whose results are compared at once
+_DRAFTS = 32  # drafts that are written at once
 _COLUMNS = ["table_indices", "num_known", "num_drafts"]
 """Arguments that are parts of one upload. Their alignment depends on the number of rows."""
 

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
-"""Factor of the scores, because weights are computed with exp2."""
+LOG2_E = 1.4426950408889634  # factor of the scores, because weights are computed with exp2
 MAX_SPLITS = 32
 """Maximum number of splits of a row's keys. Bounds the scratch memory."""
 

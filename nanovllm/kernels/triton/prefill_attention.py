@@ -29,8 +29,7 @@ from nanovllm.kernels.triton.online_softmax import (
     store_split,
 )
 
-SPLIT_TOKENS = 512
-"""Minimum computed keys in a split."""
+SPLIT_TOKENS = 512  # minimum computed keys in a split
 SPLIT_PROGRAMS = 256
 """Maximum programs of a row whose keys are split: nearly two for each SM of an H100."""
 

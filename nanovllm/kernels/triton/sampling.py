@@ -20,12 +20,9 @@ from nanovllm.kernels.triton.top_k_top_p import (
 )
 from nanovllm.options.sampling_params import GREEDY_BELOW
 
-_BLOCK = 2048
-"""Logits that one program reduces."""
-_CHUNK = 128
-"""Logits that the search for top_k and top_p reads, or skips, together."""
-_TILE = 32
-"""Chunks that the search reads at once."""
+_BLOCK = 2048  # logits that one program reduces
+_CHUNK = 128  # logits that the search for top_k and top_p reads, or skips, together
+_TILE = 32  # chunks that the search reads at once
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-FEW = 64
-"""Maximum rows of x for which the inputs are split."""
-MIN_TILE = 32
-"""Minimum outputs of a tile whose inputs are split."""
-_MIN_STEPS = 2
-"""Minimum blocks of inputs of a split."""
-_MAX_SPLITS = 16
-"""Maximum splits, whose sums one program adds up."""
+FEW = 64  # maximum rows of x for which the inputs are split
+MIN_TILE = 32  # minimum outputs of a tile whose inputs are split
+_MIN_STEPS = 2  # minimum blocks of inputs of a split
+_MAX_SPLITS = 16  # maximum splits, whose sums one program adds up
 
 
 def split_options(rows: int, outputs: int, steps: int, most_programs: int) -> dict[str, int]:

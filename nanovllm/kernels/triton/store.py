@@ -14,8 +14,7 @@ from nanovllm.kernels.triton.launch import can_chain, join_chain, launch_options
 from nanovllm.kernels.triton.online_softmax import block_stride
 from nanovllm.kernels.triton.ops import times_weight
 
-_HEADS = 8
-"""Heads that one program processes."""
+_HEADS = 8  # heads that one program processes
 _FP8 = torch.float8_e4m3fn
 
 

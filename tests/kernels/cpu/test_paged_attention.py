@@ -76,6 +76,21 @@ def prepared(x, weight, norm, positions):
     return x, 2**-8 * x.abs() + 1e-6 * size if weight is None else 3 * 2**-8 * size
 
 
+def exact_parts(parts, norm, positions):
+    """Return q, and k and v if `parts` has keys, in float64; and bounds of q and k."""
+    q, bound = prepared(parts[0], norm.q_weight, norm, positions)
+    if norm.q_scale is not None:
+        scale = norm.q_scale.double()[positions, None, None]
+        q, bound = q * scale, (bound + 2**-8 * q.abs()) * scale
+    if len(parts) == 1:
+        return [q], [bound]
+    k, k_bound = prepared(parts[1], norm.k_weight, norm, positions)
+    v = parts[-1]
+    if norm.v_norm:
+        v = v * (v.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    return [q, k, v], [bound, k_bound]
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
@@ -101,26 +116,19 @@ def test_store_is_float64s(heads, kv_heads, head_dim, tokens, options):
         part.unflatten(-1, (-1, head_dim)).double()
         for part in qkv.split_with_sizes([heads * head_dim, *[kv_heads * head_dim] * kv_parts], -1)
     ]
-    exact, bound = prepared(parts[0], norm.q_weight, norm, positions)
-    if norm.q_scale is not None:
-        scale = norm.q_scale.double()[positions, None, None]
-        exact, bound = exact * scale, (bound + 2**-8 * exact.abs()) * scale
-    assert_close(found_q, exact, atol=bound)
+    exact, bounds = exact_parts(parts, norm, positions)
+    assert_close(found_q, exact[0], atol=bounds[0])
     if not kv_parts:
         assert cache.isnan().all()
         return
     width = cache.shape[-1]
     panels = cache[:, :, 0].flatten(2).unflatten(2, (-1, width // 2, 32, 2))
     keys = panels.permute(1, 2, 4, 0, 3, 5).reshape(num_blocks * block_size, kv_heads, -1)
-    exact, bound = prepared(parts[1], norm.k_weight, norm, positions)
-    assert_close(keys[slots][..., :head_dim], exact, atol=bound)
+    assert_close(keys[slots][..., :head_dim], exact[1], atol=bounds[1])
     assert not keys[slots][..., head_dim:].any()
     panels = cache[:, :, 1].flatten(2).unflatten(2, (width // 32, block_size // 2, 32, 2))
     values = panels.permute(1, 3, 5, 0, 2, 4).reshape(num_blocks * block_size, kv_heads, -1)
-    exact = parts[-1]
-    if norm.v_norm:
-        exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    assert_close(values[slots][..., :head_dim], exact, rtol=1.01 * 2**-9 * 2 * norm.v_norm)
+    assert_close(values[slots][..., :head_dim], exact[2], rtol=1.01 * 2**-9 * 2 * norm.v_norm)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -129,22 +137,11 @@ def test_torchs_preparation_is_float64s(options):
     norm, kv_parts = make_qk_norm(64, **OPTIONS[options])
     spec = AttentionSpec(6, 2, 64, torch.float32, torch.device("cpu"), None)
     qkv, positions = randn(9, (6 + kv_parts * 2) * 64).float(), torch.arange(40, 49)
-    q, k, v = norm.apply(qkv, positions, spec)
-    parts = [part.unflatten(-1, (-1, 64)).double() for part in qkv.split(128, -1)]
-    exact, _ = prepared(torch.cat(parts[:3], 1), norm.q_weight, norm, positions)
-    if norm.q_scale is not None:
-        exact *= norm.q_scale[positions, None, None]
-    assert_close(q, exact, atol=1e-5, rtol=1e-5)
-    if not kv_parts:
-        assert k is None
-        assert v is None
-        return
-    exact, _ = prepared(parts[3], norm.k_weight, norm, positions)
-    assert_close(k, exact, atol=1e-5, rtol=1e-5)
-    exact = parts[-1]
-    if norm.v_norm:
-        exact = exact * (exact.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    assert_close(v, exact, atol=1e-5, rtol=1e-5)
+    found = [part for part in norm.apply(qkv, positions, spec) if part is not None]
+    parts = qkv.double().unflatten(-1, (-1, 64)).split([6, *[2] * kv_parts], 1)
+    exact, _ = exact_parts(parts, norm, positions)
+    for part, expected in zip(found, exact, strict=True):
+        assert_close(part, expected, atol=1e-5, rtol=1e-5)
 
 
 def reference(

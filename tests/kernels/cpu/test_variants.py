@@ -1,5 +1,5 @@
 """A few tests with the kernels of every kind of processor: Arm's are run by qemu. EVERY_CASE=1 runs
-all tests with each, and KERNELS=neon with one: see conftest.py.
+each case of the other tests with one of them, and KERNELS=neon all tests with one: see conftest.py.
 """
 
 import pytest
