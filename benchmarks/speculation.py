@@ -30,7 +30,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.core.messages import MAX_SAMPLES, Row
 from nanovllm.core.sequence import Sequence
 from nanovllm.factory import make_drafting
-from nanovllm.features.speculation.proposers import proposer_methods
+from nanovllm.features.speculation import proposers
 from nanovllm.platform.cpu import CPU
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.timing import measure_seconds
@@ -238,7 +238,7 @@ def main() -> None:
     if args.method is None:
         scripted = [Scripted(), Scripted()]
         unused = iter(scripted)
-        vars(proposer_methods)["make_proposer"] = lambda *_: next(unused)
+        vars(proposers)["make_proposer"] = lambda *_: next(unused)
     else:
         args.acceptance = [0.0]
     with loadable(args.model) as (model, load_format), tempfile.TemporaryDirectory() as draft:

@@ -4,6 +4,7 @@ They only wait for outputs: `EngineThread` runs the steps.
 """
 
 import contextlib
+import copy
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence as Seq
@@ -282,11 +283,14 @@ class LLM(WeightMethods):
 
     def _outputs(self, requests: Seq[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests; return their outputs in the same order."""
+        stats = self.engine.stats
+        before = copy.copy(stats)  # the steps begin in _run_requests()
+        start = time.perf_counter()
         try:
             with contextlib.closing(self._run_requests(requests)) as arriving:
                 outputs: Iterator[RequestOutput] = arriving
                 if use_tqdm and requests:
-                    outputs = _with_progress(arriving, len(requests), self.engine.stats)
+                    outputs = _with_progress(arriving, len(requests), stats, before, start)
                 by_id = {output.request_id: output for output in outputs}
         except BaseException:
             with contextlib.suppress(NanoVLLMError):
@@ -354,25 +358,29 @@ def _is_aborted(output: RequestOutput) -> bool:
 
 
 def _with_progress(
-    outputs: Iterable[RequestOutput], total: int, stats: "SchedulerStats"
+    outputs: Iterable[RequestOutput],
+    total: int,
+    stats: "SchedulerStats",
+    before: "SchedulerStats",
+    start: float,
 ) -> Iterator[RequestOutput]:
     """Pass on outputs; show how many there are, and the rates since the last of them.
 
     With speculation it also shows the mean acceptance length of all outputs so far.
+
+    Args:
+        before, start: the counts and time.perf_counter() when the requests were queued.
     """
     from tqdm.auto import tqdm
 
     drafts = DraftCounts()
-    start = time.perf_counter()
-    prefill = stats.num_prefill_tokens
-    decode = stats.num_decode_tokens
     with tqdm(total=total, desc="Generating") as bar:
         for output in outputs:
             drafts += output.metrics.drafts
             seconds = time.perf_counter() - start
             rates = {
-                "Prefill": (stats.num_prefill_tokens - prefill) / seconds,
-                "Decode": (stats.num_decode_tokens - decode) / seconds,
+                "Prefill": (stats.num_prefill_tokens - before.num_prefill_tokens) / seconds,
+                "Decode": (stats.num_decode_tokens - before.num_decode_tokens) / seconds,
             }
             shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items() if rate}
             if shown and drafts.num_drafts:
@@ -380,7 +388,6 @@ def _with_progress(
             if shown:  # empty if this output is from the same step as the last one
                 bar.set_postfix(shown, refresh=False)
                 start += seconds
-                prefill = stats.num_prefill_tokens
-                decode = stats.num_decode_tokens
+                before = copy.copy(stats)
             bar.update()
             yield output

@@ -53,7 +53,7 @@ LONGEST = """
     test_row_pool test_tensor_parallel test_invariance test_real_model test_real_gemma
     test_cuda_graph_drafts test_families test_hub test_draft_network test_eagle3 test_mtp
     test_branches test_regressions test_paged_attention test_ops test_experts test_build test_main
-    test_cuda_graph test_fused_step test_speculation test_stateful_speculation
+    test_cuda_graph test_fused_step test_speculation
     test_native_invariance test_async_llm test_draft_model test_attention test_hybrids
     test_structured_outputs test_fork test_serve test_fuzz_checkpoint test_demo_model test_mixtures
     test_random_runs test_windows test_draft_controller test_scripts

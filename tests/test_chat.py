@@ -29,8 +29,8 @@ def user(text: str) -> dict[str, str]:
 def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     (one,) = llm.chat([user(QUESTION)], GREEDY, use_tqdm=False)
     assert one.text == ANSWER_TO[QUESTION]
-    many = llm.chat([[user(question)] for question in QUESTIONS], GREEDY, use_tqdm=False)
-    assert [output.text for output in many] == [ANSWER_TO[question] for question in QUESTIONS]
+    many = llm.chat([[user(question)] for question in QUESTIONS[:8]], GREEDY, use_tqdm=False)
+    assert [output.text for output in many] == [ANSWER_TO[question] for question in QUESTIONS[:8]]
 
 
 def test_an_answer_ends_at_the_tokenizers_token_though_config_json_names_another(
@@ -65,7 +65,7 @@ def test_chat_renders_system_message_and_earlier_turns(llm: LLM) -> None:
 
 def test_chat_passes_options_to_the_template(llm: LLM) -> None:
     options = {"enable_thinking": False}
-    questions = QUESTIONS[:20]
+    questions = QUESTIONS[:5]
     outputs = llm.chat(
         [[user(question)] for question in questions],
         GREEDY,
@@ -123,7 +123,6 @@ def test_text_parts_are_joined(llm: LLM) -> None:
     [
         ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url', but the model reads text"),
         ({"type": "input_audio", "input_audio": {}}, "content part of type 'input_audio'"),
-        ({"type": "texts", "text": "x"}, "content part of type 'texts'"),
         ({"text": "x"}, "content part of type None"),
         ({"type": ["text"]}, "content part of type"),
         (5, "content part of type None"),
@@ -223,13 +222,12 @@ def test_half_a_surrogate_pair_is_refused(llm: LLM) -> None:
     ("options", "message"),
     [
         ({"chat_template": 5}, "a template is a string, got 5"),
-        ({"chat_template": "{{ 'a' * 10**10 }}"}, "takes more than 256 MiB of memory"),
+        ({"chat_template": "{% for %}"}, "the chat template cannot render this: Expected"),
         ({"tools": 5}, "cannot render this: .*not iterable"),
         ({"tools": [object()]}, "object is not a JSON value"),
         ({"chat_template_kwargs": 5}, "must be a dictionary of names to values, got 5"),
         ({"chat_template_kwargs": {1: 2}}, "must be a dictionary of names to values"),
         ({"chat_template_kwargs": {"messages": []}}, "'?messages'? is not an option"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "tokenize is not an option"),
         ({"chat_template_kwargs": {"x": 10**5000}}, "cannot render this"),
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, str) else None,
@@ -263,7 +261,7 @@ MESSAGE = st.fixed_dictionaries(
         st.sampled_from(["tools", "add_generation_prompt", "continue_final_message", "x"]), JSON
     ),
 )
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_messages_are_rendered_or_refused(demo_llm: LLM, messages: Any, options: Any) -> None:
     message = ""
     try:
@@ -275,25 +273,12 @@ def test_any_messages_are_rendered_or_refused(demo_llm: LLM, messages: Any, opti
 
 @pytest.mark.parametrize(
     "messages",
-    [
-        None,
-        "Hello!",
-        [[]],
-        [5],
-        [[5]],
-        [[user("Hello!")], user("Hello!")],
-        [user("Hello! " * 500)],
-    ],
+    [None, "Hello!", [[]], [5], [[5]], [[user("Hello!")], user("Hello!")], [user("Hello! " * 500)]],
     ids=lambda messages: repr(messages)[:40],
 )
 def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):
         llm.chat(messages, GREEDY, use_tqdm=False)
-
-
-def test_template_that_does_not_parse_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="chat template"):
-        llm.chat([user("Hello!")], GREEDY, use_tqdm=False, chat_template="{% for %}")
 
 
 def test_chat_needs_a_tokenizer(make_llm: Any, random_model: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.errors import InvalidRequestError
 from tests.helpers import assert_idle, generate_all
 
@@ -141,9 +142,8 @@ def test_ctrl_c_in_a_processor_is_not_an_error_of_the_request(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_processors_are_refused_with_several_ranks(
-    tensor_parallel_llm: Any, random_model: str
-) -> None:
-    llm = tensor_parallel_llm(random_model, 2)
+def test_processors_are_refused_with_several_ranks() -> None:
+    options: dict[str, Any] = {"vocab_size": 9, "max_model_len": 48, "seed": 0, "max_logprobs": 0}
+    processor = InputProcessor(None, in_process=False, **options)
     with pytest.raises(InvalidRequestError, match="must be 1, without Ray; use logit_bias"):
-        llm.generate(PROMPT, SamplingParams(logits_processors=[only(1)]), use_tqdm=False)
+        processor.make_request([1], SamplingParams(logits_processors=[only(1)]))

@@ -183,8 +183,8 @@ def test_finished_outputs_have_the_form(llm: LLM, case: str) -> None:
 
 
 def test_random_json_schemas(llm: LLM) -> None:
-    num_finished, wrong = check_schemas(llm, 50, seed=1)
-    assert num_finished >= 40
+    num_finished, wrong = check_schemas(llm, 25, seed=1)
+    assert num_finished >= 20
     assert wrong == []
 
 
@@ -226,7 +226,7 @@ def test_logprobs_change_no_token(llm: LLM) -> None:
         assert len(found.logprobs) == len(found.token_ids)
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 12))
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 11])
 def test_forced_tokens_stop_at_max_tokens(llm: LLM, max_tokens: int) -> None:
     whole = outputs_of(llm, COMPACT, num=2)
     for found, expected in zip(
@@ -318,9 +318,7 @@ def test_other_rules_choose_among_what_the_grammar_allows(llm: LLM) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "json that is none": ({"json": '{"type":'}, "EOF while parsing"),
-    "address": ({"json": {"$ref": "http://localhost/schema"}}, "is not fetched"),
     "deep schema": ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nested too deeply"),
-    "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
     "surrogate": ({"regex": "\ud800"}, "surrogates not allowed"),
     "lark": ({"grammar": "start: a"}, "no rule or token named a"),
 }
@@ -350,10 +348,7 @@ def test_bad_grammars_are_refused_at_once(llm: LLM, case: str) -> None:
     assert found.text == "red"
 
 
-@pytest.mark.parametrize(
-    "regex",
-    ["(a+)+b", "(a|aa)+b", "(.*a){20}b", "((a{1,100}){1,100}){1,100}", "(?:a?){5000}a{5000}"],
-)
+@pytest.mark.parametrize("regex", ["(a|aa)+b", "((a{1,100}){1,100}){1,100}", "(?:a?){5000}a{5000}"])
 def test_catastrophic_expressions_take_no_longer(llm: LLM, regex: str) -> None:
     start = time.monotonic()
     with contextlib.suppress(InvalidRequestError):  # of a limit
@@ -404,7 +399,7 @@ def make_requests() -> list[Request]:
         {"structured_outputs": COMPACT, "stop": ['":'], "include_stop_str_in_output": True},
         {"structured_outputs": {"json_object": True}, "prompt_logprobs": 1, "ignore_eos": True},
     ]
-    wishes = itertools.product((0.0, 0.8, 1.5), special)
+    wishes = itertools.product((0.0, 1.2), special)
     return [
         (
             QUESTIONS[index % 7],  # shared prefixes
@@ -467,14 +462,15 @@ def test_outputs_do_not_depend_on_the_batch(
     make_llm: Any, expected: list[Any], max_num_seqs: int
 ) -> None:
     llm = make_llm(demo_model.MODEL, max_model_len=192, max_num_seqs=max_num_seqs)
-    for _ in range(2):  # the second time, prompts hit the prefix cache
+    for _ in range(2 if max_num_seqs > 2 else 1):  # the second time, prompts hit the prefix cache
         assert [output.outputs for output in generate_all(llm, make_requests())] == expected
     assert_idle(llm)
 
 
+@pytest.mark.long
 def test_on_two_ranks(tensor_parallel_llm: Any, make_llm: Any) -> None:
     """Only the first rank has grammars; the others get the tokens that they force."""
-    requests = make_requests()
+    requests = make_requests()[::2]
     options = {"dtype": "float32", "max_model_len": 256}
     expected = generate_all(make_llm(demo_model.MODEL, **options), requests)
     llm = tensor_parallel_llm(demo_model.MODEL, 2)

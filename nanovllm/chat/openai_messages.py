@@ -8,12 +8,7 @@ from typing import Any
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 
-_TEXT_OF_PART = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}
+_TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the key that holds it."""
 
 _THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
@@ -85,10 +80,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     message["content"] = _content(name, message.get("content"), role)
     if not message["content"] and isinstance(message.get("refusal"), str):
         message["content"] = message["refusal"]
-    for new, old in (
-        ("reasoning", "reasoning_content"),
-        ("reasoning_content", "reasoning"),
-    ):
+    for new, old in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if old in message:
             message.setdefault(new, message[old])
     if (call := message.pop("function_call", None)) is not None:  # OpenAI's form before tools

@@ -167,7 +167,9 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES,) * 2)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     for request in requests:
@@ -201,12 +203,6 @@ def _render(template: str, variables: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> "Template":
     return _environment().from_string(template)
-
-
-def _address_space() -> int:
-    """Return how many bytes of address space this process uses."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache

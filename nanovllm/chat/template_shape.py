@@ -69,7 +69,8 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
         TemplateLimitError: the template takes too much time or memory.
     """
     knows = "tool" in template or "function" in template
-    place = _tools_place(render, template) if has_tools and knows else None
+    places = _PLACES if has_tools and knows else ()
+    place = next((each for each in places if _TOOL in _text(render, [_USER], each)), None)
     if not knows or (has_tools and place is None):
         return TemplateShape(None, False, "", False, None, *_manners(render))
     found = []
@@ -147,11 +148,6 @@ def place_tools(
         conversation = conversation[1:]
     shown = json.dumps(functions, ensure_ascii=False)
     return [{**system, key: shown}, *conversation], {"tools": tools}
-
-
-def _tools_place(render: Render, template: str) -> ToolsPlace | None:
-    """Return the first place whose tools are shown."""
-    return next((p for p in _PLACES if _TOOL in _text(render, [_USER], p)), None)
 
 
 def _text(render: Render, messages: list[dict[str, Any]], place: ToolsPlace | None = None) -> str:

@@ -325,12 +325,10 @@ def _odd_arguments(conversation: Seq[Mapping[str, Any]]) -> Iterator[str]:
 
 def _with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in which arguments that are a text are the value of one argument."""
-    if not any(_odd_arguments([message])):
-        return message
     calls = []
-    for call in message["tool_calls"]:
+    for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(given := function["arguments"], str):
             function = {**function, "arguments": {"arguments": given}}
         calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": calls} if calls else message

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.loading.gguf_family import (
+    LOCAL_EXPERT_SIZES,
     SANDWICH,
     SOFTCAP,
     Fields,
@@ -231,11 +232,7 @@ FAMILIES: dict[str, GgufFamily] = {
             "ffn_gate_inp": "mlp.router",
         },
         tensors={"attn_sinks.weight": "self_attn.sinks"},
-        sizes={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        sizes=LOCAL_EXPERT_SIZES,
         fields=_gpt_oss,
     ),
     "hunyuan-dense": GgufFamily(
@@ -246,16 +243,8 @@ FAMILIES: dict[str, GgufFamily] = {
         },
     ),
     "llama": GgufFamily("LlamaForCausalLM", permuted=True),
-    "mistral3": GgufFamily(
-        "Ministral3ForCausalLM",
-        permuted=True,
-        fields=_mistral3,
-    ),
-    "olmo2": GgufFamily(
-        "Olmo2ForCausalLM",
-        modules=SANDWICH,
-        fields=_olmo2,
-    ),
+    "mistral3": GgufFamily("Ministral3ForCausalLM", permuted=True, fields=_mistral3),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", modules=SANDWICH, fields=_olmo2),
     "phi3": GgufFamily(
         "Phi3ForCausalLM",
         modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -266,10 +255,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
-        sizes={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
+        sizes={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
         fields=_qwen3moe,
         neutral={"expert_gating_func": (1,)},  # a softmax
     ),

@@ -157,6 +157,11 @@ EXPERT_SIZES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+LOCAL_EXPERT_SIZES = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size",
+}
 SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
 
 

@@ -7,6 +7,7 @@ drafts (MTP), and are left out. Reads metadata, no weight. Imports no torch.
 
 from nanovllm.loading.gguf_family import (
     EXPERT_SIZES,
+    LOCAL_EXPERT_SIZES,
     SHARED_EXPERT,
     Fields,
     GgufFamily,
@@ -254,11 +255,7 @@ ROUTED: dict[str, GgufFamily] = {
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
         },
         tensors={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
-        sizes={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        sizes=LOCAL_EXPERT_SIZES,
         partial_rotation=True,
         fields=lambda metadata, config: _rotating_part(config),
         neutral=_NORMALISED,

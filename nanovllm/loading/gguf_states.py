@@ -185,23 +185,14 @@ def _granite_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
     if {*(listed or ())} - {heads}:
         rule = "equally many in all layers"
         raise metadata.unsupported("attention.head_count_kv", listed, rule)
-    return _granite_scale(metadata, config)
+    metadata.own("expert_used_count")  # without an expert_count there are no experts
+    shared = metadata.size("expert_shared_feed_forward_length", 0)
+    return {**_granite_scale(metadata, config), "shared_intermediate_size": shared}
 
 
 def _granite_scale(metadata: GGUFMetadata, config: Fields) -> Fields:
     scale = metadata.number("attention.scale", config["head_dim"] ** -0.5)
     return {"attention_multiplier": scale}
-
-
-def _granite_dense(metadata: GGUFMetadata, config: Fields) -> Fields:
-    for key in ("expert_shared_feed_forward_length", "expert_used_count"):
-        metadata.own(key)  # without an expert_count there are no experts
-    return _granite_fields(metadata, config)
-
-
-def _granite_moe(metadata: GGUFMetadata, config: Fields) -> Fields:
-    shared = metadata.size("expert_shared_feed_forward_length", 0)
-    return {**_granite_fields(metadata, config), "shared_intermediate_size": shared}
 
 
 def _granite_hybrid(metadata: GGUFMetadata, config: Fields) -> Fields:
@@ -234,7 +225,7 @@ _GRANITE = GgufFamily(
         "logit_scale": "logits_scaling",
     },
     per_layer=frozenset({"attention.head_count_kv"}),
-    fields=_granite_dense,
+    fields=_granite_fields,
     neutral={"rope.scaling.finetuned": (True,)},  # False: no layer rotates
 )
 _GRANITE_MOE = _GRANITE._replace(
@@ -245,7 +236,6 @@ _GRANITE_MOE = _GRANITE._replace(
         "ffn_down_shexp": "shared_mlp.output_linear",
     },
     sizes={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    fields=_granite_moe,
 )
 
 

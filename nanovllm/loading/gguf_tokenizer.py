@@ -17,6 +17,8 @@ from nanovllm.loading.gguf_header import GGUFMetadata
 from nanovllm.loading.text_tokenizer import byte_level_chars
 from nanovllm.options.validation import check_bool, check_int, shown
 
+logger = logging.getLogger(__name__)
+
 _END_TOKENS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -97,8 +99,6 @@ def eos_token_ids(metadata: GGUFMetadata, vocab_size: int) -> list[int]:
     found |= {special[text] for text in ends if special.get(text, vocab_size) < vocab_size}
     return sorted(found)
 
-
-logger = logging.getLogger(__name__)
 
 _MODELS = ("gpt2", "llama", "gemma4")
 _SPLIT_LIKE_GPT2 = ("", "default", "gpt-2", "gpt2", "exaone4", "olmo")

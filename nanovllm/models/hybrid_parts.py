@@ -121,7 +121,6 @@ MAMBA_NAMES = {
     for part in ("in_proj.", "conv1d.", "A_log", "D", "dt_bias", "norm.", "out_proj.")
 }
 """Checkpoint names for the modules of a `Mamba2` in a `DecoderLayer`."""
-_MAX_DIM = 2**10
 _MAX_HEADS = 2**12
 
 

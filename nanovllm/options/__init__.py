@@ -1,1 +1,1 @@
-"""What users set, and the checks of it: engine options, sampling parameters, flags."""
+"""What users set, and how it is checked: engine options, sampling parameters, flags."""

@@ -499,7 +499,12 @@ def _field_docs(owner: type) -> Mapping[str, str]:
 
 
 def add_command(
-    commands: Subparsers, run: Command, words: str, takes: str, more: str | None = None
+    commands: Subparsers,
+    run: Command,
+    words: str,
+    takes: str,
+    more: str | None = None,
+    aliases: Sequence[str] = (),
 ) -> Parser:
     """Add a command, named as the function that runs it; return its parser.
 
@@ -507,10 +512,12 @@ def add_command(
         words: what follows the name, for the help.
         takes: for the error of a word too many, such as "models takes one MODEL".
         more: what the help says at its end.
+        aliases: other names of the command.
     """
     prog = commands._prog_prefix
     parser = commands.add_parser(
         run.__name__,
+        aliases=aliases,
         help=run.__doc__,
         description=run.__doc__,
         epilog=more,

@@ -161,7 +161,7 @@ def make_runner(
 
         make_steps = step_runners.StepRunners
     if config.speculation is not None:
-        from nanovllm.features.speculation.proposers.proposer_methods import make_proposer
+        from nanovllm.features.speculation.proposers import make_proposer
 
         make_drafter = partial(make_proposer, config.speculation, draft, make_steps)
     files = None
@@ -227,7 +227,7 @@ def _check_plugins(config: Config) -> None:
         store_class(config.kv_store)
     method = None if config.speculation is None else config.speculation.method
     if method is not None and is_plugin(method):
-        from nanovllm.features.speculation.proposers.proposer_methods import proposer_class
+        from nanovllm.features.speculation.proposers import proposer_class
 
         proposer_class(method)
 

@@ -11,7 +11,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence as Seq
-from itertools import chain, count, islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import (
@@ -773,16 +773,6 @@ class FakeEngine:
 def draft_counts(seq: Sequence) -> DraftCounts:
     """Return how the drafts of a sequence fared; all 0 if it had none."""
     return DraftCounts() + (seq.output.draft_counts or DraftCounts())
-
-
-def prompt_that_ends_with(eos: int, eos_token_ids: frozenset[int]) -> list[int]:
-    """Return a prompt whose output ends with `eos`, after at least two other tokens."""
-    params = SamplingParams(max_tokens=8)
-    for first in count():
-        output, reason = oracle([first], params, 16, eos_token_ids)
-        if reason == "stop" and output[-1] == eos and len(output) > 2:
-            return [first]
-    raise AssertionError("unreachable")
 
 
 def fake_controller(allow: Callable[[int], int]) -> "DraftController":

@@ -1,1 +1,1 @@
-"""Shared by all tensor tiers: checkpoint files, weight loading, the tensor-parallel group."""
+"""What the rest shares: ranks, memory, processes, files of the user, progress, the terminal."""

@@ -246,16 +246,6 @@ FUNCTIONARY = _LLAMA.replace(
 {%- endfor %}""",
 )
 
-NEMOTRON = _LLAMA.replace(
-    "TOOLS",
-    """{{ 'Write <TOOLCALL>[{"name": name, "parameters": dictionary}]</TOOLCALL>\\n\\n' }}""",
-).replace(
-    "CALLS",
-    """{{ message.content or '' }}<TOOLCALL>[{% for call in message.tool_calls %}
-{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-{{- '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>""",
-)
-
 LLAMA_3 = """\
 {{- bos_token }}{% for m in messages %}
 {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + (m['content'] | trim) }}
@@ -317,23 +307,6 @@ PHI_4_MINI = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
 
-PHI_4_FUNCTOOLS = (
-    _SYSTEM_FIRST
-    + """\
-{{- '<|system|>\\n' + system }}
-{%- if tools %}
-Call functions as functools[{"name": [name], "arguments": [arguments as JSON]}, ...]
-{% for tool in tools %}{{ tool | tojson(indent=4) }}
-
-{% endfor %}{% endif %}{{ '<|end|>' }}
-{%- for m in rest %}{{ '<|' + m.role + '|>\\n' + (m.content or '') }}
-{%- if m.tool_calls %}functools[{% for call in m.tool_calls %}
-{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-{{- '}' }}{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{{ '<|end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
-)
-
 LFM2 = """\
 {{- bos_token }}
 {%- if tools %}{{ '<|im_start|>system\\nList of tools: <|tool_list_start|>[' }}
@@ -355,54 +328,6 @@ LFM2_5 = LFM2.replace(
 {{- ']<|tool_call_end|>' }}{% endif %}{% endif %}""",
 )
 
-SEED_OSS = """\
-{%- if tools %}{{ '<seed:bos>system\\n' }}{% for tool in tools %}
-{%- set f = tool.function %}
-Function:
-def {{ f.name }}({% for name in f.parameters.properties %}{{ name }}, {% endfor %}):
-    {{ f.description | trim }}
-{% endfor %}
-<seed:tool_call>
-<function=example_function_name>
-<parameter=example_parameter_1>value_1</parameter>
-</function>
-</seed:tool_call>
-{{ '<seed:eos>' }}{% endif %}
-{%- for m in messages %}{{ '<seed:bos>' + m.role }}
-{%- if m.reasoning_content %}{{ '\\n<seed:think>' + m.reasoning_content + '</seed:think>' }}
-{%- endif %}
-{%- if m.content %}{{ '\\n' + m.content }}{% endif %}
-{%- for call in m.tool_calls %}
-{{- '\\n<seed:tool_call>\\n<function=' + call.function.name + '>\\n' }}
-{%- for k, v in call.function.arguments | items %}
-{{- '<parameter=' + k + '>' }}{{ v if v is string else v | string }}{{ '</parameter>\\n' }}
-{%- endfor %}{{ '</function>\\n</seed:tool_call>' }}{% endfor %}{{ '<seed:eos>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<seed:bos>assistant\\n' }}{% endif %}"""
-
-HUNYUAN = """\
-{%- set ns = namespace(system='') %}
-{%- for m in messages %}{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}
-{%- endfor %}{{ bos_token + ns.system }}
-{%- if tools %}# Tools
-<tools>
-{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}</tools>
-First print <tool_calls>, then <tool_call>function_name
-```json
-function_arguments_in_json_format
-```</tool_call>, then </tool_calls>{% endif %}
-{%- for m in messages %}
-{%- if m['role'] == 'user' %}{{ '<｜hy_User｜>' + m['content'] + '<｜hy_Assistant｜>' }}
-{%- elif m['role'] == 'assistant' %}{{ m['content'] or '' }}
-{%- if m['tool_calls'] is defined and m['tool_calls'] %}{{ '<tool_calls>\\n' }}
-{%- for tool in m['tool_calls'] %}
-{{- '<tool_call>' + tool['function']['name'] + '\\n```json\\n' + tool['function']['arguments'] }}
-{{- '\\n```</tool_call>\\n' }}{% endfor %}{{ '</tool_calls>' }}{% endif %}{{ eos_token }}
-{%- elif m['role'] == 'tool' %}
-{{- '<｜hy_User｜><tool_response>' + m['content'] + '</tool_response><｜hy_Assistant｜>' }}
-{%- endif %}
-{%- endfor %}"""
-
 _CALLS_IN_LIST = """\
 {%- if m.tool_calls %}{{ '<tool_calls>[' }}{% for call in m.tool_calls %}
 {{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
@@ -421,51 +346,6 @@ HUNYUAN_A13B = (
     + """{% endif %}{{ '<|eos|>' }}{% endif %}
 {%- endfor %}"""
 )
-
-FUNCTION_GEMMA = """\
-{{- bos_token }}
-{%- macro written(value) %}
-{%- if value is string %}{{ '<escape>' + value + '<escape>' }}
-{%- elif value is mapping %}{% raw %}{{% endraw %}
-{%- for k, v in value | items %}{{ k + ':' }}{{ written(v) }}{% if not loop.last %},{% endif %}
-{%- endfor %}{% raw %}}{% endraw %}
-{%- elif value is sequence %}[
-{%- for v in value %}{{ written(v) }}{% if not loop.last %},{% endif %}{% endfor %}]
-{%- elif value is none %}null{% elif value is boolean %}{{ 'true' if value else 'false' }}
-{%- else %}{{ value }}{% endif %}
-{%- endmacro %}
-{%- if tools %}{{ '<start_of_turn>developer\\n' }}{% for tool in tools %}
-{{- '<start_function_declaration>declaration:' + tool.function.name }}
-{{- written(tool.function) }}<end_function_declaration>{% endfor %}{{ '<end_of_turn>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{{- '<start_function_response>response:' + m.content + '<end_function_response>' }}
-{%- else %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
-{{- m.content or '' }}
-{%- for call in m.tool_calls %}
-{{- '<start_function_call>call:' + call.function.name }}{{ written(call.function.arguments) }}
-{{- '<end_function_call>' }}{% endfor %}{{ '<end_of_turn>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-
-OLMO_3 = """\
-{%- if tools %}{{ '<|im_start|>system\\n<functions>' + (tools | tojson) + '</functions>' }}
-Write <function_calls>
-name(key='value')
-</function_calls><|im_end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|im_start|>environment\\n' + m.content + '<|im_end|>\\n' }}
-{%- else %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
-{%- if m.tool_calls %}{{ '<function_calls>\\n' }}{% for call in m.tool_calls %}
-{{- call.function.name + '(' }}{% for k, v in call.function.arguments | items %}
-{{- k + '=' + (v | tojson) }}{% if not loop.last %}, {% endif %}{% endfor %}{{ ')\\n' }}{% endfor %}
-{{- '</function_calls>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 OLMO_3_THINK = """\
 {%- for m in messages %}
@@ -533,24 +413,6 @@ GLM_4_5 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n<think></think>' }}{% endif %}"""
 
-MINIMAX_M2 = """\
-{{- ']~!b[]~b]system\\n' }}
-{%- if tools %}{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>{% endfor %}
-<minimax:tool_call>
-<invoke name="name"><parameter name="key">value</parameter></invoke>
-</minimax:tool_call>{% endif %}{{ '[e~[\\n' }}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{ ']~b]tool\\n<response>' + m.content + '</response>[e~[\\n' }}
-{%- else %}{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\\n' + (m.content or '') }}
-{%- if m.tool_calls %}{{ '\\n<minimax:tool_call>\\n' }}{% for call in m.tool_calls %}
-{{- '<invoke name="' + call.function.name + '">\\n' }}
-{%- for k, v in call.function.arguments.items() %}
-{{- '<parameter name="' + k + '">' + (v if v is string else v | tojson) + '</parameter>\\n' }}
-{%- endfor %}{{ '</invoke>\\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ ']~b]ai\\n<think>\\n' }}{% endif %}"""
-
 KIMI_K2 = """\
 {%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
 {%- for m in messages %}
@@ -610,21 +472,6 @@ COHERE_7B = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
 
-MINICPM_3 = """\
-{%- if tools %}{{ '<|im_start|>system\\n# Functions\\n' + (tools | tojson) }}
-<|tool_call_start|>
-```python
-func1(params_name=params_value)
-```
-<|tool_call_end|><|im_end|>
-{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
-{%- if m.tool_calls %}{{ '<|tool_call_start|>\\n```python\\n' }}{% for call in m.tool_calls %}
-{{- call.function.name + '(' }}{% for k, v in call.function.arguments.items() %}
-{{- k + '=' + (v | tojson) }}{% if not loop.last %},{% endif %}{% endfor %}{{ ')\\n' }}{% endfor %}
-{{- '```\\n<|tool_call_end|>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
 TEMPLATES = {
     "Qwen 2.5, Qwen 3": QWEN,
     "Qwen 3.5": QWEN_3_5,
@@ -636,30 +483,22 @@ TEMPLATES = {
     "Gemma 2": GEMMA_2,
     "Gemma 3": GEMMA_3,
     "Gemma 4": GEMMA_4,
-    "FunctionGemma": FUNCTION_GEMMA,
     "Llama 3": LLAMA_3,
     "Llama 3.1": LLAMA_3_1,
     "Llama 3.2 pythonic": LLAMA_PYTHONIC,
     "functionary": FUNCTIONARY,
-    "Nemotron Nano": NEMOTRON,
     "Mistral 7B": MISTRAL_7B,
     "Mistral Nemo": MISTRAL_NEMO,
     "Mistral Small": MISTRAL_SMALL,
     "Phi-3, Phi-4": PHI_3,
     "Phi-4-mini": PHI_4_MINI,
-    "Phi-4-mini functools": PHI_4_FUNCTOOLS,
     "LFM2": LFM2,
     "LFM2.5": LFM2_5,
-    "Seed-OSS": SEED_OSS,
-    "HunYuan": HUNYUAN,
     "HunYuan A13B": HUNYUAN_A13B,
-    "Olmo 3": OLMO_3,
     "Olmo 3 Think": OLMO_3_THINK,
     "Muse Glimmer": MUSE_GLIMMER,
     "GLM 4.5, Laguna": GLM_4_5,
-    "MiniMax M2": MINIMAX_M2,
     "Kimi": KIMI_K2,
     "DeepSeek V3": DEEPSEEK_3,
     "Command R7B": COHERE_7B,
-    "MiniCPM 3": MINICPM_3,
 }

@@ -79,16 +79,7 @@ def test_empty_tools_and_documents_are_as_none(demo_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        '{"path": "/tmp/é',
-        '{"a": "He said "hi""}',
-        '"x"',
-        "[1]",
-        "a\nb",
-        '{"a": 1, "a": 2}',
-        '{"a": 1e999}',
-    ],
+    "arguments", ['{"a": "He said "hi""}', '"é"', "[1]", "a\nb", '{"a": 1, "a": 2}', '{"a": 1e999}']
 )
 @pytest.mark.parametrize("template", [MISTRAL, LLAMA, QWEN_CODER])
 def test_arguments_that_are_no_object_are_in_the_prompt(
@@ -112,24 +103,17 @@ def test_several_calls_for_gpt_oss_get_a_message_each_before_its_result(demo_llm
     assert text == "6*7?a<a>b<b>cd<d>It is 42."
 
 
-@pytest.mark.parametrize("arguments", ["", " ", None, "null", {}, "{}"])
-def test_no_arguments_are_an_empty_object(demo_llm: LLM, arguments: Any) -> None:
-    assert prepared([called(arguments)])[0]["tool_calls"][0]["function"]["arguments"] == {}
-
-
 def test_what_client_libraries_add_to_a_call_is_left_out(demo_llm: LLM) -> None:
     more = {"parsed_arguments": {"a": 1}, "provider_specific_fields": None, "extra_content": {}}
     (message,) = prepared([called('{"a": 1}', **more)])
-    assert message["tool_calls"] == [
-        {"id": "c", "function": {"name": "f", "arguments": {"a": 1}}},
-    ]
+    assert message["tool_calls"] == [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]
     (old,) = prepared([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}])
-    assert old["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {}}},
-    ]
-    assert prepared([{"role": "assistant", "content": None, "refusal": "No."}])[0]["content"] == (
-        "No."
-    )
+    assert old["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    (message,) = prepared([{"role": "assistant", "content": None, "refusal": "No."}])
+    assert message["content"] == "No."
+    for nothing in ("", " ", None, "null", {}, "{}"):
+        (message,) = prepared([called(nothing)])
+        assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_report(capsys: Capture, tmp_path: Path) -> None:
     )
     assert "1 layer: causal, heads 4, kv heads 1, head dim 32, qk norm, rope" in out
     assert "logit softcap  30.0\nleft out       vision\n" in out
-    assert cli.main(["models", str(tmp_path), "--json"]) == 0
+    assert cli.main(["show", str(tmp_path), "--json"]) == 0  # its other name
     assert json.loads(capsys.readouterr().out)["memory"]["kv_token_bytes"] == 128
 
 

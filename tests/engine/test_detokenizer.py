@@ -179,7 +179,7 @@ def test_text_grows_to_what_decoding_at_once_gives(
 
 
 @every_tokenizer
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_tokens_at_once_equal_tokens_one_by_one(
     kind: str, data: st.DataObject, skip_special_tokens: bool
@@ -215,7 +215,7 @@ def first_stop(
 
 
 @every_tokenizer
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     data=st.data(),
     skip_special_tokens=st.booleans(),
@@ -330,7 +330,7 @@ def test_broken_bytes_do_not_wait_for_ever(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_marks_stand_before_marked_tokens_only(kind: str, data: st.DataObject) -> None:
     """Without them the text is that of a Detokenizer, whether tokens come at once or not."""

@@ -16,8 +16,8 @@ from nanovllm import SamplingParams
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.sequence import Sequence
 from nanovllm.features.graphs.cuda_graph import GraphRunner, draft_graph_sizes, graph_sizes
+from nanovllm.features.speculation import proposers
 from nanovllm.features.speculation.draft_controller import DraftController
-from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.features.speculation.proposers.ngram import Ngram
 from nanovllm.features.speculation.proposers.proposer import Proposer
 from nanovllm.kernels.triton import ngram
@@ -94,7 +94,7 @@ class DraftBench(Bench):
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: NoProposer())
+    monkeypatch.setattr(proposers, "make_proposer", lambda *_: NoProposer())
     return use_fake_graphs(monkeypatch)
 
 
@@ -249,7 +249,7 @@ def script(monkeypatch: pytest.MonkeyPatch, sequences: list[Sequence]) -> None:
     """Let every row have drafts, of which some are wrong."""
     proposer = Scripted(0.7)
     proposer.learn(sequences)
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(proposers, "make_proposer", lambda *_: proposer)
     monkeypatch.setattr(DraftController, "choose", every_draft)
 
 
@@ -334,7 +334,7 @@ def test_n_grams_behind_drafts_through_the_kernels_of_a_gpu(
         self.follows_drafts = True
 
     monkeypatch.setattr(Ngram, "allocate", allocate)
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: Ngram(1, 4))
+    monkeypatch.setattr(proposers, "make_proposer", lambda *_: Ngram(1, 4))
     monkeypatch.setattr(CPU, "kernels", lambda *_, **__: StepKernels())
     monkeypatch.setattr(DraftController, "choose", every_draft)
     options: dict[str, Any] = {"queue_depth": 3, "speculative_config": SPECULATIVE}

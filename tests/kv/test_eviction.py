@@ -32,4 +32,4 @@ def test_what_is_hit_often_is_kept_if_it_counts(make: type[EvictionOrder], num_c
 @pytest.mark.parametrize("make", [LeastRecentlyUsed, LeastFrequentlyUsed])
 def test_an_order_loses_no_page(make: type[EvictionOrder]) -> None:
     """Symptom of another order: a process touches all of its pool for its first few requests."""
-    run_machine(lambda: OrderMachine(make), 40)
+    run_machine(lambda: OrderMachine(make), 15)

@@ -96,8 +96,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.json"
 
 
-@pytest.mark.parametrize("queue_depth", [0, 1])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("queue_depth", "drafts"), [(0, False), (1, True)])
 def test_random_load(
     random_model: str,
     path: Path,

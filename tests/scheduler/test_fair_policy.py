@@ -241,7 +241,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(before=PROMPTS, num_steps=st.integers(0, 12), new=PROMPTS, queue_depth=st.integers(0, 1))
 def test_waiting_sequence_before_a_running_prompt_is_in_the_next_step(
     before: list[tuple[int, int, str]],

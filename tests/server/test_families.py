@@ -142,12 +142,6 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
             "stop",
         ),
         (
-            MUSE,
-            (" to=user", MESSAGE, "Hello <|eot|>", MUSE_END_OF_TURN),
-            ("", "Hello <|eot|>", []),
-            "stop",
-        ),
-        (
             GEMMA,
             (
                 *("<|channel>", "thought\nHm <channel|>\n", "<channel|>", "So:", "<|tool_call>"),
@@ -157,7 +151,6 @@ THOUGHT = (CHANNEL, "analysis", MESSAGE, "Hm <|end|> é", END, START, "assistant
             ("Hm <channel|>", "So:", [("f", json.dumps({"a": f"{CLOSING} {QUOTE}"}))]),
             "stop",
         ),
-        (GEMMA, ("<|channel>thought", CLOSING), ("", f"<|channel>thought{CLOSING}", []), "length"),
         (
             MISTRAL,
             (
@@ -177,7 +170,7 @@ def test_from_tokens_to_answers(
         assert found == (answer, end)
 
 
-@pytest.mark.parametrize("tag", [CALL, RETURN, "<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("tag", [CALL, "<|im_end|>"])
 def test_chat_stops_at_every_token_that_ends_an_answer(llm: LLM, tag: str) -> None:
     tokenizer: Any = llm.get_tokenizer()
     ids = [*encode(llm, "a", END, "b"), tokenizer.convert_tokens_to_ids(tag), 0]

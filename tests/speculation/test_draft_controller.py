@@ -9,14 +9,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import (
-    given,
-    settings,
-    strategies as st,
-)
 
 from nanovllm.features.speculation.draft_controller import Acceptance, DraftController
-from tests.every_case import EVERY_CASE
+from tests.every_case import EVERY_CASE, examples
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -279,45 +274,28 @@ def test_a_prompt_chunk_makes_no_draft_cheaper() -> None:
     assert sum(controller.choose([(row, 16)] * 8, 208)) <= 1
 
 
-LIMITS = st.lists(st.integers(0, 20), max_size=12)
-HISTORY = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
+@pytest.mark.parametrize("seed", range(examples(120)))
+def test_choices_keep_the_limits_and_are_deterministic(seed: int) -> None:
+    draft_costs = [(), ((1, 0.05, 0.05),), ((1, 0.1, 0.05), (16, 0.4, 0.2))][seed % 3]
 
-
-@settings(max_examples=30, deadline=None)
-@given(
-    limits=LIMITS,
-    history=HISTORY,
-    extra=st.integers(0, 300),
-    name=st.sampled_from(list(CURVES)),
-    draft_seconds=st.sampled_from([(), ((1, 0.05, 0.05),), ((1, 0.1, 0.05), (16, 0.4, 0.2))]),
-    seconds=st.floats(1e-6, 1e3),
-)
-def test_choices_keep_the_limits_and_are_deterministic(
-    limits: list[int],
-    history: list[tuple[int, int]],
-    extra: int,
-    name: str,
-    draft_seconds: tuple[tuple[int, float, float], ...],
-    seconds: float,
-) -> None:
     def choices() -> list[list[int]]:
-        measured = [(n, CURVES[name](n)) for n in SIZES]
-        controller = DraftController(12, measured, draft_seconds)
-        rows = [(Acceptance(), limit) for limit in limits]
+        rng = random.Random(seed)
+        curve, seconds = rng.choice([*CURVES.values()]), 10 ** rng.uniform(-6, 3)
+        controller = DraftController(12, [(n, curve(n)) for n in SIZES], draft_costs)
+        rows = [(Acceptance(), rng.randint(0, 20)) for _ in range(rng.randint(0, 12))]
+        extra = rng.choice([0, rng.randint(0, 300)])
         found = []
-        for proposed, accepted in [(0, 0), *history]:
+        for _ in range(rng.randint(1, 12)):
             choice = controller.choose(rows, len(rows) + extra)
+            assert len(choice) == len(rows)
             found.append(choice)
-            for (row, _), k in zip(rows, choice, strict=True):
-                proposed = min(proposed, k)
-                controller.record(row, k, proposed, min(accepted, proposed))
+            for (row, limit), k in zip(rows, choice, strict=True):
+                assert 0 <= k <= min(limit, 12)
+                proposed = rng.randint(0, k)
+                controller.record(row, k, proposed, rng.randint(0, proposed))
             asked = [k for k in choice if k]
             size = len(rows) + extra + sum(asked)
             controller.record_step(size, seconds, len(asked), sum(asked), seconds / 10)
         return found
 
-    found = choices()
-    for choice in found:
-        assert len(choice) == len(limits)
-        assert all(0 <= k <= min(limit, 12) for k, limit in zip(choice, limits, strict=True))
-    assert found == choices()
+    assert choices() == choices()

@@ -169,10 +169,7 @@ def test_a_users_own_leniency_is_kept(compiler: GrammarCompiler) -> None:
         compiler.compile(StructuredOutputsParams(json={"not": {}}))
 
 
-@pytest.mark.parametrize(
-    "start",
-    ["start:", "!?start :", "  start[capture]:"],
-)
+@pytest.mark.parametrize("start", ["start:", "!?start :", "  start[capture]:"])
 def test_rules_named_start_in_all_notations_of_lark(compiler: GrammarCompiler, start: str) -> None:
     assert accepts(compiler, "ab", grammar=f'x: "b"\n{start} "a" x')
 

@@ -59,7 +59,7 @@ def test_masks_and_forced_tokens_depend_on_the_output_alone(
 ) -> None:
     """A walk with drafts, right and wrong ones, beside a new row for each mask."""
     rng = random.Random(0)
-    for _ in range(6):
+    for _ in range(3):
         output: list[int] = []
         row = make_row(GRAMMARS[form], [], stops)
         unread: list[int] = []

@@ -95,13 +95,13 @@ def test_a_full_directory_is_scanned_seldom(tmp_path, monkeypatch):
     scans: list[Path] = []
     listed = evictor._entries
     monkeypatch.setattr(evictor, "_entries", lambda root: (scans.append(root), listed(root))[1])
-    for number in range(600):
+    for number in range(350):
         write(store, number, (4000,))
         if number % 100 == 0:
             assert num_bytes(tmp_path) <= 2**21
-    assert len(scans) <= 1 + 600 // (2**21 // 16 // 8192)
+    assert len(scans) <= 1 + 350 // (2**21 // 16 // 8192)
     assert num_bytes(tmp_path) >= 2**21 * 13 // 16
-    assert holds(store, 599, (4000,))
+    assert holds(store, 349, (4000,))
     assert not store.has(key(0))
 
 

@@ -35,7 +35,7 @@ def test_low_slots_are_used_first() -> None:
     assert first.slots + second.slots == [0, 1, 2]
 
 
-@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["offer", "begin", "end", "forget"]), st.integers(0, 5)),

@@ -22,7 +22,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (64, MIB)])
+@pytest.mark.parametrize("shape", [(3, 5), (8, MIB)])
 def test_zeros(shape: tuple[int, ...]) -> None:
     zeros = lazy_zeros(shape, torch.int8)
     assert zeros.shape == shape
@@ -34,10 +34,10 @@ def test_zeros(shape: tuple[int, ...]) -> None:
 @linux
 def test_pages_are_taken_when_they_are_written() -> None:
     before = resident()
-    zeros = lazy_zeros((256, MIB), torch.int8)
-    assert resident() - before < 32 * MIB
-    zeros[:128] = 1
-    assert resident() - before > 100 * MIB
+    zeros = lazy_zeros((128, MIB), torch.int8)
+    assert resident() - before < 16 * MIB
+    zeros[:64] = 1
+    assert resident() - before > 50 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs MADV_POPULATE_WRITE")
@@ -98,8 +98,10 @@ given_back = faults_of_a_tensor()
 keep_freed()
 for _ in range(32):  # the block just freed may not fit an aligned one, until neighbours merge
     kept = faults_of_a_tensor()
+    if kept < given_back / 4:
+        break
 print(given_back, kept, flush=True)
-zeros = lazy_zeros((256, 2**20), torch.int8).fill_(1)
+zeros = lazy_zeros((128, 2**20), torch.int8).fill_(1)
 populate(zeros, zeros)
 del zeros
 """

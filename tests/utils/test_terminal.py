@@ -216,15 +216,18 @@ def test_session_is_the_stored_one(terminals: list[Terminal], tmp_path: Path) ->
 
 def test_history_outlives_the_session(terminals: list[Terminal], tmp_path: Path) -> None:
     history = tmp_path / ".local/state/nanovllm/chat_history"
-    for keys, got in (
-        (b"\x1b[200~one\rtwo\x1b[201~\r", rb"got 'one\ntwo'"),
-        (UP + b" three\r", rb"got 'one\ntwo three'"),
-        (UP + UP + UP + b"\r", rb"got 'one\ntwo'"),  # the second one moves to the first line
+    for session in (
+        {b"\x1b[200~one\rtwo\x1b[201~\r": rb"got 'one\ntwo'"},
+        {
+            UP + b" three\r": rb"got 'one\ntwo three'",
+            UP + UP + UP + b"\r": rb"got 'one\ntwo'",  # the second one moves to the first line
+        },
     ):
         typed = start(terminals, tmp_path, "-c", LINES, HOME=str(tmp_path), XDG_STATE_HOME="")
         typed.expect(PROMPT)
-        typed.send(keys)
-        typed.expect(got, PROMPT)
+        for keys, got in session.items():
+            typed.send(keys)
+            typed.expect(got, PROMPT)
         typed.send(CTRL_D)
         assert typed.end() == 0
         assert stat.S_IMODE(history.stat().st_mode) == 0o600

@@ -1,1 +1,1 @@
-"""The command line: generate, chat, serve, batch, models and prove."""
+"""The command line: generate, chat, run, serve, explain, batch, models, prove, learn and lab."""

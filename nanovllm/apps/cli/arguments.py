@@ -53,7 +53,6 @@ EXAMPLES = {
 }
 """By command, what stands behind it in two examples."""
 ELSEWHERE = {
-    "show": "use models MODEL; `hf cache ls` lists the models on this machine",
     "pull": "`hf download OWNER/NAME` gets a model",
     "list": "`hf cache ls` lists the models on this machine",
     "ls": "`hf cache ls` lists the models on this machine",

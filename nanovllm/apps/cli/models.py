@@ -18,7 +18,8 @@ _REFUSED = 1
 
 def add_models(commands: Subparsers) -> None:
     """Add `models` to the commands."""
-    parser = add_command(commands, models, "[MODEL] [--json]", "models takes one MODEL")
+    takes = "models takes one MODEL"
+    parser = add_command(commands, models, "[MODEL] [--json]", takes, aliases=["show"])
     about = (
         "A checkpoint directory, a GGUF file or a hub id. Reads only its config.json and the "
         "headers of its weights. (default: list the supported architectures)"

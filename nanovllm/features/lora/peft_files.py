@@ -100,7 +100,12 @@ def read_peft_config(fields: dict[str, Any], source: str) -> PeftConfig:
         raise UnsupportedModelError(
             f"{source}: bias {shown(fields['bias'])} is not supported (only none)"
         )
-    _check_init(fields.get("init_lora_weights", True), source)
+    init = fields.get("init_lora_weights", True)
+    if not isinstance(init, bool) and init not in _PLAIN_INITS:
+        raise UnsupportedModelError(
+            f"{source}: init_lora_weights {shown(init)} may have changed the base's weights, too: "
+            "save the adapter with peft's path_initial_model_for_weight_conversion"
+        )
     return PeftConfig(
         _rank(f"{source}: r", fields.get("r", 8)),
         _alpha(f"{source}: lora_alpha", fields.get("lora_alpha", 8)),
@@ -109,14 +114,6 @@ def read_peft_config(fields: dict[str, Any], source: str) -> PeftConfig:
         _pattern(fields.get("alpha_pattern"), "alpha_pattern", _alpha, source),
         _targets(fields.get("target_modules"), source),
     )
-
-
-def _check_init(init: Any, source: str) -> None:
-    if not isinstance(init, bool) and init not in _PLAIN_INITS:
-        raise UnsupportedModelError(
-            f"{source}: init_lora_weights {shown(init)} may have changed the base's weights, too: "
-            "save the adapter with peft's path_initial_model_for_weight_conversion"
-        )
 
 
 def _targets(value: Any, source: str) -> tuple[str, ...] | None:

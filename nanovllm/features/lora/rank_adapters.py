@@ -24,6 +24,8 @@ from nanovllm.worker.hooks import WorkerHook
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.step_output import PendingResult
 
+logger = logging.getLogger(__name__)
+
 
 class StepAdapters:
     """Which adapter each token of the running step has.
@@ -180,8 +182,6 @@ class AdapterSlots:
         table.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
         table.scales[slot] = torch.tensor(scales)
 
-
-logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 64
 """A recorded step, and a padded one, may have so many tokens although a schedule has fewer."""

@@ -127,13 +127,6 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher | str":
         """Return the compiled grammar, or why it is refused, which may take as long."""
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            raise InvalidRequestError(
-                "structured_outputs needs llguidance: "
-                "pip install -e '.[structured]' -c constraints.txt"
-            ) from None
         tokenizer, described = self._make_tokenizer()
         try:
             _check_divisors(params.text)
@@ -148,18 +141,17 @@ class GrammarCompiler:
             size = self._vocab_size
             if found := try_grammar(described.text, size, self.eos_token_ids, grammar):
                 return in_our_words(found)
-        limits = LLParserLimits(**LIMITS)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        matcher = self._new_matcher(grammar)
         if described.drops_space and not matcher.is_error():
             space = tokenizer.greedy_tokenize(" ")
             if matcher.validate_tokens(space) == len(space):
                 # The text lacks the output's first space, so one stands before the form's own.
-                grammar = _behind_space(grammar)
-                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+                matcher = self._new_matcher(_behind_space(grammar))
         if found := matcher.get_error() or self._first_error(matcher):
             return f"{self._function(params.text)}{in_our_words(found, places=_has_places(params))}"
         told, refused = what_is_not_enforced(matcher.get_grammar_warnings())
-        if refused and not _asks_for_leniency(params):
+        # A user's own x-guidance may ask to leave out what cannot be enforced.
+        if refused and not _LENIENT.search(params.text.replace(json.dumps(X_GUIDANCE), "")):
             return f"{self._function(params.text)}{refused}"
         for text in () if self._is_copy else told:
             logger.warning("%s: %s", params.source, text)
@@ -167,12 +159,10 @@ class GrammarCompiler:
 
     def _function(self, text: str) -> str:
         """Return the name of the first function whose schema is refused, if there are functions."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        tokenizer, _ = self._make_tokenizer()
         for rule in _FUNCTION.finditer(text):
-            grammar = LLMatcher.grammar_from_lark(f"start: {rule[1]}")
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+            matcher = self._new_matcher(LLMatcher.grammar_from_lark(f"start: {rule[1]}"))
             if matcher.is_error() or what_is_not_enforced(matcher.get_grammar_warnings())[1]:
                 return f"the parameters of {rule[2]}: "
         return ""
@@ -192,17 +182,27 @@ class GrammarCompiler:
             return first.get_error()
         return matcher.get_error()
 
-    def _make_tokenizer(self) -> "tuple[LLTokenizer, GrammarTokenizer]":
-        from llguidance import LLTokenizer
+    def _new_matcher(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
 
+        limits = LLParserLimits(**LIMITS)
+        return LLMatcher(self._make_tokenizer()[0], grammar, log_level=0, limits=limits)
+
+    def _make_tokenizer(self) -> "tuple[LLTokenizer, GrammarTokenizer]":
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise InvalidRequestError(
+                "structured_outputs needs llguidance: "
+                "pip install -e '.[structured]' -c constraints.txt"
+            ) from None
         with self._lock:
             if self._tokenizer is None:
-                eos = list(self.eos_token_ids) or None
                 text = self._tokenizer_text()
-                size = self._vocab_size
                 try:
                     described = grammar_tokenizer(text)
-                    made = LLTokenizer(described.text, n_vocab=size, eos_token=eos)
+                    eos = list(self.eos_token_ids) or None
+                    made = LLTokenizer(described.text, n_vocab=self._vocab_size, eos_token=eos)
                     self._tokenizer = made, described
                 except Exception as error:  # whatever it finds strange in a checkpoint
                     raise InvalidRequestError(
@@ -354,8 +354,3 @@ def _behind_space(grammar: str) -> str:
 def _has_places(params: StructuredOutputsParams) -> bool:
     """Whether lines and columns in errors are those of a text that a user has written."""
     return params.is_lark and params.source.startswith("structured_outputs.grammar")
-
-
-def _asks_for_leniency(params: StructuredOutputsParams) -> bool:
-    """Whether a user's own x-guidance asks to leave out what cannot be enforced."""
-    return _LENIENT.search(params.text.replace(json.dumps(X_GUIDANCE), "")) is not None

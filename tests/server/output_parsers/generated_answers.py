@@ -474,19 +474,14 @@ FAMILIES = {
     ),
     "olmo3": Family(olmo, THINK, ("<function_calls> none", "<function_calls>\nf('x')")),
     "glm45": Family(
-        glm,
-        THINK,
-        ("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"),
-        **TAGGED,
+        glm, THINK, ("<tool_call> is a tag.", "<tool_call>f", "<arg_key>a</arg_key>"), **TAGGED
     ),
     "minimax_m2": Family(
         *(minimax, THINK, ("<minimax:tool_call> none", '<invoke name="')),
         is_string=lambda text, is_marked: "<" not in text,
     ),
     "deepseek_v3": Family(
-        deepseek,
-        THINK,
-        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>[]"),
+        deepseek, THINK, ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>[]")
     ),
     "kimi_k2": Family(
         kimi, THINK, ("<|tool_call_begin|>functions.f:0", "<|tool_calls_section_begin|> no")

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
-from nanovllm.apps.server.output_parsers.parts import (
-    ReasoningDelta,
-    TextDelta,
-)
+from nanovllm.apps.server.output_parsers.parts import ReasoningDelta, TextDelta
 from nanovllm.apps.server.output_parsers.reasoning import REASONING_FORMATS, ReasoningParser
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.output_parsers.helpers import Split, make_parser, split

@@ -218,12 +218,7 @@ WRITTEN = [v if isinstance(v, str) else json.dumps(v) for v in VALUES.values()]
         (called("weather.today", CITY), "", "", [("weather.today", ROME)]),
         (called("weather", ROME), "", "", [("weather", ROME)]),
         (f" to=self<|message|>I do {invoked('now')}", f"I do {invoked('now')}", "", []),
-        (
-            f" to=self<|message|>Hm.<|start|>assistant{called('now')}",
-            "Hm.",
-            "",
-            [("now", "{}")],
-        ),
+        (f" to=self<|message|>Hm.<|start|>assistant{called('now')}", "Hm.", "", [("now", "{}")]),
         (f" to=self<|message|>a{NEXT} to=self<|message|>b", "a\nb", "", []),
         ("Hello to=you", "", "Hello to=you", []),
         ("to be", "", "to be", []),

@@ -20,7 +20,7 @@ from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.output_parsers.generated_answers import FAMILIES, Answer, answer, tool_tags
 from tests.server.output_parsers.helpers import Split, make_parser, split
 
-NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 6))
+NUM_ANSWERS = int(os.environ.get("FUZZ_EXAMPLES", 4))
 NUM_CUTS = 100 if "FUZZ_EXAMPLES" in os.environ else 12
 SEED = time.time_ns() if "FUZZ_EXAMPLES" in os.environ else 0
 NOISE = (

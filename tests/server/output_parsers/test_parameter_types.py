@@ -60,9 +60,7 @@ def test_where_a_parameter_is_declared(schema: Any, expected: set[str]) -> None:
     [
         ({"type": ["integer", "null"]}, {"integer", "null"}),
         ({"type": "float"}, {"number"}),
-        ({"type": "int"}, {"integer"}),
         ({"type": "int64"}, {"integer"}),
-        ({"type": "dict"}, {"object"}),
         ({"type": "Dict[str, Any]"}, {"object"}),
         ({"type": "list[int]"}, {"array"}),
         ({"type": ["bool", "None"]}, {"boolean", "null"}),

@@ -87,10 +87,7 @@ def call(*parameters: str, name: str = "f") -> str:
             [("f", '{"s": "x"}'), ("g", "{}")],
         ),
         ("<function=f>oh<function=g></function>", [("f", "{}"), ("g", "{}")]),
-        (
-            """<function="f"><parameter='s'>x</parameter></function>""",
-            [("f", '{"s": "x"}')],
-        ),
+        ("""<function="f"><parameter='s'>x</parameter></function>""", [("f", '{"s": "x"}')]),
         (
             '<tool_call>\n<function=f>\n{"i": 3}\n</function>\n</tool_call> So.',
             [("f", '{"i": 3}'), "So."],

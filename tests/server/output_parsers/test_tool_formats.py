@@ -160,10 +160,7 @@ CASES: dict[str, list[tuple[str, Answer | None]]] = {
         ("<minimax:tool_call> none", None),
     ],
     "deepseek_v3": [
-        (
-            '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": [1, "]"]}<｜tool▁call▁end｜>',
-            CALLS[:1],
-        ),
+        ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": [1, "]"]}<｜tool▁call▁end｜>', CALLS[:1]),
         ("<｜tool▁calls▁begin｜> none", None),
         (
             '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x}<｜tool▁call▁end｜>'
@@ -171,9 +168,7 @@ CASES: dict[str, list[tuple[str, Answer | None]]] = {
             [("f", '{"a": "x}'), ("g", "{}")],
         ),
     ],
-    "kimi_k2": [
-        ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0 x", None),
-    ],
+    "kimi_k2": [("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0 x", None)],
 }
 BROKEN: list[tuple[str, str, Answer]] = [
     (

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.scripted import Scripted
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.core.sequence import Sequence
+from nanovllm.features.speculation import proposers
 from nanovllm.features.speculation.draft_controller import DraftController
-from nanovllm.features.speculation.proposers import proposer_methods
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.helpers import Request, assert_idle, generate_all, random_prompt
@@ -50,7 +50,7 @@ def allow_all(monkeypatch: pytest.MonkeyPatch, seed: int | None = None) -> None:
 def use_scripted(monkeypatch: pytest.MonkeyPatch, acceptance: float) -> Scripted:
     """Let all engines have one scripted proposer, and ask it for drafts in every step."""
     proposer = Scripted(acceptance)
-    monkeypatch.setattr(proposer_methods, "make_proposer", lambda *_: proposer)
+    monkeypatch.setattr(proposers, "make_proposer", lambda *_: proposer)
     allow_all(monkeypatch)
     return proposer
 

@@ -9,11 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from tokenizers import AddedToken
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
-from nanovllm.apps.server.output_parsers.channels import (
-    ChannelsParser,
-    HarmonyParser,
-    MuseParser,
-)
+from nanovllm.apps.server.output_parsers.channels import ChannelsParser, HarmonyParser, MuseParser
 from nanovllm.apps.server.output_parsers.parameter_types import Function
 from nanovllm.apps.server.output_parsers.parts import PartsReader, marked_tag
 from nanovllm.apps.server.output_parsers.reasoning import (

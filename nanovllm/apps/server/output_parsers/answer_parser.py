@@ -54,10 +54,11 @@ class AnswerParser:
         parts = self._with_calls(parts)
         if self._tools is not None:
             if self._thought is not None:
+                thought = self._thought
                 is_open = isinstance(self._reasoning, ReasoningParser) and self._reasoning.is_open
-                has_answer = not is_open and (cut or not self._thought.ends_with_calls)
-                parts += self._thought.close() if has_answer else self._thought.finish(cut=cut)
-                parts += self._tools.feed(self._thought.after)
+                has_answer = not is_open and (cut or thought.goes_on or not thought.has_call)
+                parts += thought.close() if has_answer else thought.finish(cut=cut)
+                parts += self._tools.feed(thought.after)
             parts += self._tools.finish(cut=cut)
         return self._sent(parts)
 
@@ -109,13 +110,8 @@ class _Thought:
         self._calls = calls
         self.has_call = False  # from there on it is held back
         self.after = ""  # what follows the reasoning, once it is finished
-        self._goes_on = False  # text follows the call
+        self.goes_on = False  # text follows the call
         self._held: list[str] = []  # what was read, and may be a call
-
-    @property
-    def ends_with_calls(self) -> bool:
-        """Whether there are calls, and nothing after them."""
-        return self.has_call and not self._goes_on
 
     def feed(self, text: str) -> list[Part]:
         """Return the reasoning in which no call may begin."""
@@ -133,7 +129,7 @@ class _Thought:
         parts = self._take(self._calls.finish(cut=cut))
         if not self.has_call:
             return parts
-        if cut and self._goes_on:
+        if cut and self.goes_on:
             return self.close()
         self.after = "".join(self._held)
         return parts
@@ -145,7 +141,7 @@ class _Thought:
             if isinstance(part, ToolCallStart):
                 self.has_call = True
             elif isinstance(part, TextDelta) and self.has_call:
-                self._goes_on |= part.text != ""
+                self.goes_on |= part.text != ""
             elif isinstance(part, TextDelta):
                 said += part.text
         if not said:

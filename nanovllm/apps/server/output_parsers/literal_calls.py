@@ -71,7 +71,7 @@ class LiteralParser(ToolCallParser):
     def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
         super().__init__(tags, functions)
         self._types = {each.name: each.types for each in self._functions}
-        self._parameters: ParameterTypes | None = None  # of the function that is called
+        self._parameters = ParameterTypes(None)  # of the function that is called
         self._parameter = ""  # of the value that is read; "" where it has quotes
         self._open: list[_Bracket] = []
         self._num_undecided = 0
@@ -89,7 +89,7 @@ class LiteralParser(ToolCallParser):
 
         `separator` stands between a name and its value.
         """
-        self._parameters = self._types.get(name)
+        self._parameters = self._types.get(name, ParameterTypes(None))
         self._start(name)
         self._drop_read()
         self._write("{")
@@ -275,12 +275,8 @@ class LiteralParser(ToolCallParser):
                 if (yield from self._is_end_of_string(ends, num_inner)):
                     break
                 num_inner += 1
-                self._write(escaped(self._inner_quote(quote)))
+                self._write(escaped('"' if quote[0] in f"<{TOKEN_MARK}" else quote))
         self._write('"')
-
-    def _inner_quote(self, quote: str) -> str:
-        """Return what a quote stands for that does not end its string."""
-        return quote
 
     def _escape(self) -> Steps[None]:
         """Read a backslash and what belongs to it, and pass on what it stands for."""
@@ -355,22 +351,14 @@ class GemmaParser(LiteralParser):
         value = decoded(source)
         self._write(quoted(source[1:-1] if value is None else value))
 
-    def _inner_quote(self, quote: str) -> str:
-        return '"' if quote == self._quote else quote
-
     def _as_json(self, word: str) -> str:
         word, quote, _ = word.partition(self._quote)
-        if quote or self._is_string():  # the model forgot the opening one, or both
+        is_declared = len(self._open) < 2 and self._parameter in self._parameters.declared
+        is_string = is_declared and self._parameters.of(self._parameter) == {"string"}
+        if quote or is_string:  # the model forgot the opening one, or both
             return quoted(word)
         word = "null" if word in ("None", "nil") else word
         return word if JSON_SCALAR.fullmatch(word) else quoted(word)
-
-    def _is_string(self) -> bool:
-        """Whether the schema wants nothing but a string for the value that is read."""
-        types = self._parameters
-        if types is None or len(self._open) > 1 or self._parameter not in types.declared:
-            return False
-        return types.of(self._parameter) == {"string"}
 
 
 class PythonicParser(LiteralParser):
@@ -380,10 +368,7 @@ class PythonicParser(LiteralParser):
     escape quotes, so models forget to: a quote ends its string if an argument may end there.
     """
 
-    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {
-        **LiteralParser.brackets,
-        "(": (")", "]"),
-    }
+    brackets: ClassVar[Mapping[str, tuple[str, str]]] = {**LiteralParser.brackets, "(": (")", "]")}
     undecided = "{("
     in_lines: ClassVar[bool] = False
     """Whether each call is on a separate line; otherwise there are commas between calls."""
@@ -397,8 +382,10 @@ class PythonicParser(LiteralParser):
         while separator:
             if (yield from self._next()) == "{":
                 yield from self._call()
+            elif name := (yield from self._call_name()):
+                yield from self._read_call(name, ")", "=")
             else:
-                yield from self._pythonic_call()
+                raise NotACall
             yield from self._skip_space()
             separator = yield from self._separator()
         if in_list:
@@ -409,12 +396,6 @@ class PythonicParser(LiteralParser):
         has_comma = yield from self._accept(",")
         begins_call = _BEGINS_CALL.match((yield from self._next())) is not None
         return begins_call and (has_comma or self.in_lines)
-
-    def _pythonic_call(self) -> Steps[None]:
-        name = yield from self._call_name()
-        if not name:
-            raise NotACall
-        yield from self._read_call(name, ")", "=")
 
     def _call_name(self) -> Steps[str]:
         """Read the name of a call and its bracket; return "" if no argument and no end follows."""
@@ -485,7 +466,7 @@ class PythonicParser(LiteralParser):
             return character == "{" or (yield from self._call_name()) != ""
         key = yield from self._word_before(_KEY, "=")
         has_key = key != "" and (yield from self._following()) != "="
-        declared = self._parameters.declared if self._parameters else ()
+        declared = self._parameters.declared
         return has_key and (is_sure or not declared or key in declared)
 
     def _word_before(self, pattern: re.Pattern[str], bracket: str) -> Steps[str]:

@@ -94,9 +94,7 @@ HERMES = ToolFormat(
 TAGGED = dataclasses.replace(HERMES, parser=tagged_calls.TaggedParser, holds_strict=False)
 SEED_OSS = dataclasses.replace(TAGGED, tags=("<seed:tool_call>", "</seed:tool_call>"))
 MINIMAX = dataclasses.replace(
-    TAGGED,
-    parser=tagged_calls.InvokeParser,
-    tags=("<minimax:tool_call>", "</minimax:tool_call>"),
+    TAGGED, parser=tagged_calls.InvokeParser, tags=("<minimax:tool_call>", "</minimax:tool_call>")
 )
 GLM = dataclasses.replace(
     TAGGED,
@@ -144,16 +142,10 @@ COHERE = dataclasses.replace(
     separator=r'",\n"',
 )
 HUNYUAN_LIST = dataclasses.replace(
-    NEMOTRON,
-    parser=json_calls.SectionParser,
-    tags=("<tool_calls>", "</tool_calls>", *HERMES.tags),
+    NEMOTRON, parser=json_calls.SectionParser, tags=("<tool_calls>", "</tool_calls>", *HERMES.tags)
 )
 HUNYUAN = dataclasses.replace(  # of the dense models
-    HUNYUAN_LIST,
-    calls=("{0}", "{1}"),
-    call=_BLOCK,
-    block="{2} call {3}",
-    separator=r'"\n"',
+    HUNYUAN_LIST, calls=("{0}", "{1}"), call=_BLOCK, block="{2} call {3}", separator=r'"\n"'
 )
 KIMI = ToolFormat(
     parser=json_calls.KimiParser,
@@ -180,9 +172,7 @@ DEEPSEEK3 = dataclasses.replace(  # the older form: with the type of the call, a
 )
 # Grammars of the next ones have the model write JSON, too.
 PYTHONIC = dataclasses.replace(
-    NEMOTRON,
-    parser=literal_calls.PythonicParser,
-    tags=("<|tool_call_start|>", "<|tool_call_end|>"),
+    NEMOTRON, parser=literal_calls.PythonicParser, tags=("<|tool_call_start|>", "<|tool_call_end|>")
 )
 MINICPM3 = dataclasses.replace(PYTHONIC, parser=literal_calls.MiniCpmParser)
 LLAMA_PYTHONIC = dataclasses.replace(
