@@ -213,5 +213,6 @@ FAMILIES = {
         functools.partial(byte_level, QWEN3_5, nfc=True),
     ),
     "qwen3_moe": _family(f"{_QWEN} {_PLAIN} {_GPT_2}", QWEN, GPT_2),
+    "qwen3_vl": _family(_QWEN, QWEN),
 }
 """By the file of the family."""

@@ -376,13 +376,26 @@ def test_greedy_tokens(saved, chunk, make_llm, preempted):
     assert preempted or chunk == 1
 
 
+WITH_EXPERTS = {
+    **OTHER_FAMILIES["qwen3_5_text"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
+SMALL_PARTS = {
+    "qwen3_5_moe_text": WITH_EXPERTS,
+    "kimi_linear": OTHER_FAMILIES["kimi_linear"],
+}
+
+
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [("qwen3_5_moe_text", "int8"), ("qwen3_5_moe_text", "int4"), ("kimi_linear", "int4")],
 )
 def test_small_parts_keep_their_bits(family, quantization, shared_checkpoint):
     """Those that choose experts, open gates, or say how a state decays."""
-    sizes = {**MODEL, **OTHER_FAMILIES[family], "model_type": family, "dtype": "float32"}
+    sizes = {**MODEL, **SMALL_PARTS[family], "model_type": family, "dtype": "float32"}
     path = shared_checkpoint(**sizes, pad_token_id=0, bos_token_id=1)
     checkpoint = open_checkpoint(path)
     config = Config(path, device="cpu", quantization=quantization)
