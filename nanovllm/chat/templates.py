@@ -40,7 +40,11 @@ strips the last space of the mark, too."""
 
 
 def as_conversations(messages: Any) -> Any:
-    """Return the conversations of an argument that is one or a list of them; refuse others."""
+    """Return the conversations of an argument that is one conversation or a list of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
     if not isinstance(messages, list | tuple):
         raise InvalidRequestError(
             f"messages must be a conversation or a list of them, got {shown(messages)}"
@@ -140,8 +144,10 @@ class ChatTemplates:
         return _before_mark(text) if continues else text
 
     def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
-        """Return the text of messages by the checkpoint's own template, which may know any roles;
-        raise InvalidRequestError if there is none, or it fails.
+        """Return the text of messages by the checkpoint's own template, which may know any roles.
+
+        Raises:
+            InvalidRequestError: there is no template, or it fails.
         """
         assert self._tokenizer is not None
         variables = {"add_generation_prompt": False, "tools": None, "documents": None, **options}

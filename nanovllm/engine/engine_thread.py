@@ -228,7 +228,11 @@ class FairExecutor:
         self._jobs: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
 
     def submit(self, user: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Run a function when it is its user's turn. RuntimeError: the executor was shut down."""
+        """Run a function when it is its user's turn.
+
+        Raises:
+            RuntimeError: the executor was shut down.
+        """
         future: Future[Result] = Future()
         with self._lock:
             self._pool.submit(self._run_next)

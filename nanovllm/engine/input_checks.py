@@ -27,7 +27,11 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def check_names(request_id: str | None, user: str | None) -> None:
-    """Raise InvalidRequestError if the name of a request or of its user is not a string."""
+    """Check the names that a caller gives to a request and to its user.
+
+    Raises:
+        InvalidRequestError: one is not a string.
+    """
     if not (user is None or isinstance(user, str)):
         raise InvalidRequestError(f"user must be a string or None, got {shown(user)}")
     if not (request_id is None or isinstance(request_id, str)):
@@ -37,7 +41,11 @@ def check_names(request_id: str | None, user: str | None) -> None:
 
 
 def check_priority(priority: int | None) -> int:
-    """Return a request's priority, a 32-bit integer; None is 0."""
+    """Return a request's priority; None is 0.
+
+    Raises:
+        InvalidRequestError: it is not a 32-bit integer.
+    """
     priority = 0 if priority is None else priority
     return check_int(InvalidRequestError, "priority", priority, -(2**31), 2**31)
 
@@ -63,8 +71,10 @@ class ParamsCheck:
     rules: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
 
     def check(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters as this engine takes them. InvalidRequestError: this checkpoint or
-        engine does not support one.
+        """Return `params` with the size of the vocabulary for a logprobs of -1.
+
+        Raises:
+            InvalidRequestError: this checkpoint or engine does not support a parameter.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -181,7 +191,14 @@ class PromptLimit:
             )
 
     def checked_tokens(self, token_ids: Seq[Any], kept: int | None) -> list[int]:
-        """Return the last `kept` token ids of a prompt, which must be the model's and fit."""
+        """Return the token ids of a prompt, all of them tokens of the model.
+
+        Args:
+            kept: truncate_prompt_tokens.
+
+        Raises:
+            InvalidRequestError: there are none or too many, or one is not a token.
+        """
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
         last = self.last

@@ -192,7 +192,11 @@ class InputProcessor:
 
     @property
     def chat(self) -> "ChatTemplates":
-        """What renders conversations, if the model generates."""
+        """What renders conversations.
+
+        Raises:
+            InvalidRequestError: the model generates nothing.
+        """
         self._require_generation()
         return self.templates
 

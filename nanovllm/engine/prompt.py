@@ -30,7 +30,11 @@ PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt
 
 
 def make_prompt(given: PromptInput) -> Prompt:
-    """Return the prompt that a caller gave in one of the forms of `PromptInput`."""
+    """Return the prompt that a caller gave.
+
+    Raises:
+        InvalidRequestError: it has none of the forms of `PromptInput`.
+    """
     if isinstance(given, Prompt):
         return given
     if isinstance(given, str):
@@ -61,7 +65,11 @@ def make_prompt(given: PromptInput) -> Prompt:
 
 
 def as_list(given: Any) -> list[Any]:
-    """Return the prompts of an argument that is one prompt or a list of them."""
+    """Return the prompts of an argument that is one prompt or a list of them.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
     if isinstance(given, str | bytes | Mapping | Prompt):  # a str of numpy's, too
         return [given]
     given = _array_to_list(given)
@@ -74,7 +82,11 @@ def as_list(given: Any) -> list[Any]:
 
 
 def one_for_each(name: str, given: Any, num_prompts: int) -> Seq[Any]:
-    """Return a value for each prompt: `given` is a list of them, or one for all."""
+    """Return a value for each prompt: `given` is a list of them, or one for all.
+
+    Raises:
+        InvalidRequestError: the list has another length.
+    """
     values: Seq[Any] = given
     if not isinstance(given, Seq) or isinstance(given, str | bytes):
         return [given] * num_prompts

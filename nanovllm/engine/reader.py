@@ -44,8 +44,10 @@ class Reader:
         self._has_item = asyncio.Event()
 
     async def get(self) -> RequestOutput:
-        """Wait until there is something to read, and return all of it as one output. Once that is
-        done, raise the error that ended the request.
+        """Wait until there is something to read, and return all of it as one output.
+
+        Raises:
+            Exception: the error that ended the request, once all outputs before it are read.
         """
         self._is_waiting = not self._has_item.is_set()
         try:

@@ -77,7 +77,11 @@ class BlockPool:
         return len(self.free)
 
     def take(self) -> int:
-        """Return a free page for new contents; there must be one. Its entry leaves the cache."""
+        """Return a free page for new contents; there must be one. Its entry leaves the cache.
+
+        Raises:
+            PluginError: the eviction order gives a page that is in use.
+        """
         page = self.free.take()
         block = self.blocks[page]
         if block.ref_count:  # two sequences would read each other's KV

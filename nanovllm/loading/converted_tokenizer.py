@@ -69,7 +69,11 @@ checkpoints have this in Python code, which is not run."""
 
 
 def converted_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
-    """Return the tokenizer of a GGUF file, or of a directory without tokenizer.json."""
+    """Return the tokenizer of a GGUF file, or of a directory without tokenizer.json.
+
+    Raises:
+        CheckpointError: the files are invalid, or do not say all of a tokenizer.
+    """
     path = checkpoint.tokenizer_path
     assert path is not None
     if not is_gguf(path):

@@ -65,7 +65,11 @@ def check_file(directory: Path, name: str, max_bytes: int | None = None) -> bool
 
 
 def refuse_pointer(file: Path, head: bytes) -> None:
-    """Refuse `file`, whose content begins with `head`, if it only says what the real one holds."""
+    """Refuse `file`, whose content begins with `head`, if it only says what the real one holds.
+
+    Raises:
+        CheckpointError: it is a Git LFS pointer, which a clone without git-lfs leaves.
+    """
     if head.startswith(_POINTER):
         raise CheckpointError(
             f"{file} is a Git LFS pointer and not the file itself: install git-lfs and run "
@@ -74,7 +78,12 @@ def refuse_pointer(file: Path, head: bytes) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`, {} if there is no such file."""
+    """Return the JSON object in `file`, {} if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is a Git LFS pointer, or is not a valid JSON
+            object.
+    """
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_JSON_BYTES + 1)
@@ -90,6 +99,13 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     """Return the JSON object in `text`.
 
     NaN and Infinity are accepted, as Python's json does: check a number where it is used.
+
+    Args:
+        source: the file, for the error.
+
+    Raises:
+        CheckpointError: `text` is too long, not UTF-8, not valid JSON, nested too deep, not an
+            object, or names a field twice.
     """
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(f"{source} has more than {MAX_JSON_BYTES} bytes of JSON")

@@ -138,6 +138,9 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     Args:
         raw: return the blocks as bytes, [rows, bytes of a row], for which the weight must have
             blocks; otherwise float32 of the tensor's shape.
+
+    Raises:
+        CheckpointError: the file has become shorter.
     """
     import gguf
 

@@ -56,7 +56,12 @@ _POOLINGS = (0, 1, 2, 3)
 
 
 def make_config(metadata: GGUFMetadata, family: GgufFamily) -> dict[str, Any]:
-    """Return the model's config.json; `eos_token_id` lists all tokens that end a text."""
+    """Return the model's config.json; `eos_token_id` lists all tokens that end a text.
+
+    Raises:
+        CheckpointError: a setting is missing or invalid.
+        UnsupportedModelError: a setting is not implemented.
+    """
     file = metadata.file
     tensors = metadata.tensors
     embedding = tensors.get("token_embd.weight")

@@ -272,7 +272,11 @@ FAMILIES: dict[str, GgufFamily] = {
 
 
 def family_of(metadata: GGUFMetadata) -> GgufFamily:
-    """Return the family of a file."""
+    """Return the family of a file.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
     family = FAMILIES.get(metadata.architecture)
     if family is None:
         raise UnsupportedModelError(

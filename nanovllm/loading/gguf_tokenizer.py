@@ -48,6 +48,10 @@ def tokenizer_settings(metadata: GGUFMetadata) -> dict[str, Any]:
     "add_space_prefix" if given; and the model's "architecture".
 
     Returns {} if there are no tokens.
+
+    Raises:
+        CheckpointError: what transformers reads of the tokenizer has wrong types, or is so much
+            that reading it would take minutes.
     """
     tokens = metadata.values.get("tokenizer.ggml.tokens")
     if tokens is None:

@@ -94,7 +94,11 @@ def has_labels(config: dict[str, Any]) -> bool:
 
 
 def configured_checkpoint(config: Config) -> Checkpoint:
-    """Return the checkpoint of `config.model`, with what `config` replaces in it."""
+    """Return the checkpoint of `config.model`, with what `config` replaces in it.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`, also for the tokenizer and generation_config.
+    """
     checkpoint = open_checkpoint(config.model, config.revision, config.download_dir)
     generation_config = checkpoint.generation_config
     tokenizer_path = checkpoint.tokenizer_path
@@ -119,7 +123,11 @@ def configured_checkpoint(config: Config) -> Checkpoint:
 
 
 def draft_checkpoint(config: Config) -> Checkpoint | None:
-    """Return the checkpoint of the draft network that `config` names; None if it names none."""
+    """Return the checkpoint of the draft network that `config` names; None if it names none.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint`.
+    """
     spec = config.speculation
     if spec is None or spec.model is None:
         return None
@@ -253,7 +261,12 @@ def weight_files(
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Return the weight files of a directory: those that its index names, or all."""
+    """Return the weight files of a directory: those that its index names, or all.
+
+    Raises:
+        CheckpointError: the index names missing files, or a file is outside the directory or not a
+            regular one.
+    """
     if named := _indexed_files(path / "model.safetensors.index.json"):
         return named
     if check_file(path, "model.safetensors"):

@@ -112,6 +112,9 @@ def _checked_names(header: bytes, size: int) -> list[str]:
 def equal_tensors(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
     """Return whether two tensors, each named by its file and its name there, have the same shape,
     dtype and values. Reads no more than it takes to find a difference.
+
+    Raises:
+        CheckpointError: a file is not sound.
     """
     headers = [read_header(file) for file, _ in (one, other)]
     infos = [header[name] for header, (_, name) in zip(headers, (one, other), strict=True)]
@@ -168,6 +171,9 @@ class TensorFile:
             slices: with a start and a stop for each dimension. The first is kept, even if its
                 length is 1. A tensor of one number is returned whole.
             raw: of a GGUF file: return the blocks' bytes.
+
+        Raises:
+            CheckpointError: the file ends before.
         """
         if self._opened is None:
             from nanovllm.loading.gguf import read_rows

@@ -46,7 +46,11 @@ def serving_tokenizer(checkpoint: Checkpoint) -> TextTokenizer | None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> "PreTrainedTokenizerBase | None":
-    """Return what `serving_tokenizer` returns as a transformers tokenizer."""
+    """Return what `serving_tokenizer` returns as a transformers tokenizer.
+
+    Raises:
+        CheckpointError: as for `serving_tokenizer`.
+    """
     tokenizer = serving_tokenizer(checkpoint)
     return None if tokenizer is None else transformers_tokenizer(tokenizer)
 

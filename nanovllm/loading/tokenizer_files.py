@@ -38,7 +38,11 @@ _BETWEEN = re.compile(r"[\s:,]*")
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:
-    """Return the tokenizer of directory `path`, which has a tokenizer.json."""
+    """Return the tokenizer of directory `path`, which has a tokenizer.json.
+
+    Raises:
+        CheckpointError: a file is invalid; it names the file.
+    """
     backend, longest_entry = _read_backend(path / TOKENIZER_JSON)
     tokenizer = with_settings(path, backend)
     tokenizer.longest_entry = longest_entry
@@ -46,7 +50,14 @@ def read_tokenizer(path: Path) -> TextTokenizer:
 
 
 def with_settings(path: Path, backend: Tokenizer) -> TextTokenizer:
-    """Return a tokenizer with what the other files of directory `path` say of it."""
+    """Return a tokenizer with what the other files of directory `path` say of it.
+
+    Args:
+        backend: what splits text.
+
+    Raises:
+        CheckpointError: a file is invalid; it names the file.
+    """
     settings = read_json(path / _CONFIG)
     if str(settings.get("tokenizer_class")).removesuffix("Fast") == "BertTokenizer":
         _set_normalizer(backend, path, settings)
@@ -84,6 +95,12 @@ def read_chat_templates(path: Path, settings: Mapping[str, Any]) -> str | dict[s
 
     Separate files come before tokenizer_config.json, and that before chat_template.json, which
     is for models that see pictures.
+
+    Args:
+        settings: tokenizer_config.json.
+
+    Raises:
+        CheckpointError: a file cannot be read, or holds no template.
     """
     files = sorted((path / "additional_chat_templates").glob("*.jinja"))
     if (default := path / "chat_template.jinja").is_file():

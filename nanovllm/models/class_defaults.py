@@ -24,6 +24,9 @@ def class_defaults(
         architectures: the first of them that transformers has a class for counts.
         text_type: the model_type of a nested text_config, which comes first.
         given: the fields of the text model.
+
+    Raises:
+        CheckpointError: a field is null that must not be.
     """
     table = _table()
     types = table["architectures"]

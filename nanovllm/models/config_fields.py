@@ -34,7 +34,11 @@ def text_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """Return the architecture that a parsed config.json names, or that of its text model."""
+    """Return the architecture that a parsed config.json names, or that of its text model.
+
+    Raises:
+        CheckpointError: it does not name one.
+    """
     names = config.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise CheckpointError(f"config.json must name one architecture, has {shown(names)}")

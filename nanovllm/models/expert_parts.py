@@ -142,7 +142,14 @@ DEEPSEEK_NAMES = {
 
 
 def expert_groups(config: ModelConfig, best: int = 2) -> Groups | None:
-    """Return the groups of experts of n_group and topk_group; None: there is one."""
+    """Return the groups of experts of n_group and topk_group; None: there is one.
+
+    Args:
+        best: see `Groups`.
+
+    Raises:
+        CheckpointError: the groups do not divide the experts, or are too small.
+    """
     number = config.size("n_group", 1, high=MAX_EXPERTS)
     kept = config.size("topk_group", 1)
     if number == kept == 1:

@@ -110,7 +110,14 @@ def short_conv(config: ModelConfig) -> ShortConv:
 
 
 def check_mixed(types: list[str], field: str = "layer_types") -> list[str]:
-    """Check and return the `types` of a model's layers."""
+    """Check and return the `types` of a model's layers.
+
+    Args:
+        field: of the config, which says what they are.
+
+    Raises:
+        UnsupportedModelError: no layer has full attention.
+    """
     if "full_attention" not in types:
         raise UnsupportedModelError(f"config.json: {field} without full_attention is not supported")
     return types
@@ -144,7 +151,15 @@ def mamba_mixer(
     fields: MambaFields = MambaFields(),  # noqa: B008 (immutable)
     **options: Any,
 ) -> Mamba2:
-    """Return the Mamba-2 mixer of a layer."""
+    """Return the Mamba-2 mixer of a layer.
+
+    Args:
+        inner_size: heads times head_dim, if the config says that elsewhere, too.
+        options: of `Mamba2`, in place of those in the config.
+
+    Raises:
+        CheckpointError: a field is invalid, or sizes do not go together.
+    """
     heads = config.size(fields.heads, high=_MAX_HEADS)
     groups = config.size(fields.groups, high=_MAX_HEADS)
     if heads % groups:

@@ -55,7 +55,11 @@ class LatentSizes(NamedTuple):
 
 
 def latent_sizes(config: ModelConfig) -> LatentSizes:
-    """Return the sizes that the config says."""
+    """Return the sizes that the config says.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: they are wrong, or do not fit each other.
+    """
     q_lora_rank = None
     if config.fields.get("q_lora_rank") is not None:
         q_lora_rank = config.size("q_lora_rank")

@@ -391,7 +391,14 @@ are rounded."""
 
 
 def named_activation(config: ModelConfig, key: str = "hidden_act", default: str = "gelu") -> str:
-    """Return the activation that field `key` of the config names, as `Kernels.act` takes it."""
+    """Return the activation that field `key` of the config names, as `Kernels.act` takes it.
+
+    Args:
+        default: in transformers' names, used if the config lacks the field.
+
+    Raises:
+        UnsupportedModelError: the activation is not implemented.
+    """
     name = config.fields.get(key, default)
     if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
         raise UnsupportedModelError(

@@ -212,7 +212,11 @@ def _read(config: dict[str, Any], dtype: str, family: type[DecoderForCausalLM]) 
 
 
 def model_class(config: ModelConfig) -> type[nn.Module]:
-    """Return the class that implements `config.architecture`."""
+    """Return the class that implements `config.architecture`.
+
+    Raises:
+        UnsupportedModelError: as for `check_architecture`.
+    """
     module = config.module
     if module is None:
         check_architecture(config.architecture)

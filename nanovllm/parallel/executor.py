@@ -38,7 +38,11 @@ class Future(Protocol):
     """The result of a launched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return its result. EngineDeadError: a worker died."""
+        """Wait for the step and return its result.
+
+        Raises:
+            EngineDeadError: a worker died.
+        """
         ...
 
 

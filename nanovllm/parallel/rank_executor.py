@@ -39,7 +39,11 @@ class Ranks(Protocol):
         ...
 
     def send(self, rank: int, message: memoryview) -> None:
-        """Send a pickled `message` to `rank`. OSError: the rank has ended."""
+        """Send a pickled `message` to `rank`.
+
+        Raises:
+            OSError: the rank has ended.
+        """
         ...
 
     def wait(self) -> list[int]:
@@ -47,7 +51,11 @@ class Ranks(Protocol):
         ...
 
     def receive(self, rank: int) -> Any:
-        """Return the next message of `rank`. EOFError, OSError: the rank has ended."""
+        """Return the next message of `rank`.
+
+        Raises:
+            EOFError, OSError: the rank has ended.
+        """
         ...
 
     def alive(self) -> bool:

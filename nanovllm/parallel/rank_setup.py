@@ -132,7 +132,12 @@ def _model_config(config: Config, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def platform_class(config: Config) -> type[Platform]:
-    """Return the class of the option device; "auto" is the first one of ours that is there."""
+    """Return the class of the device that the option device names: "auto" is the first one of ours
+    that is there.
+
+    Raises:
+        ConfigError: it is the user's, and cannot be loaded.
+    """
 
     def load(value: str) -> type[Platform]:
         return load_class("device", value, Platform, ("device", "asked"))  # type: ignore[type-abstract]
@@ -143,7 +148,11 @@ def platform_class(config: Config) -> type[Platform]:
 
 
 def rank_platform(config: Config, rank: int = 0) -> Platform:
-    """Return the device of a rank. ConfigError: there is none."""
+    """Return the device of rank `rank`.
+
+    Raises:
+        ConfigError: there is no such device, or there are fewer than ranks.
+    """
     found = platform_class(config)
     device = found.find(config.device, rank, config.tensor_parallel_size)
     return found(device, config.device)
@@ -193,7 +202,11 @@ def make_runner(
 
 
 def step_runner_class(value: str) -> type[StepRunner]:
-    """Return the class that the option step_runner names."""
+    """Return the class that the option step_runner names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
     return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
 
 

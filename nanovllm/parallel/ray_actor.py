@@ -134,7 +134,11 @@ class RankActor:
 def _find_networks(
     config: Config, found: list[FoundFiles], place: str
 ) -> tuple[NetworkSpec, NetworkSpec | None]:
-    """Return the networks from this node's files. CheckpointError: they are missing or differ."""
+    """Return the networks from this node's files.
+
+    Raises:
+        CheckpointError: they are missing here, or differ from those that the engine read.
+    """
     try:
         networks = check_networks(config, configured_checkpoint(config), draft_checkpoint(config))
     except CheckpointError as error:

@@ -98,7 +98,9 @@ def _in_lasting_thread(**options: Any) -> None:
 
 def wait_for_room(group: PlacementGroup, bundle: dict[str, float], size: int) -> None:
     """Wait until the cluster has reserved `size` times the resources `bundle` for `group`.
-    ConfigError: it had no room for minutes.
+
+    Raises:
+        ConfigError: it had no room for minutes.
     """
     needed = f"{size} times {amounts(bundle)}, each on one node"
     deadline = time.monotonic() + _ROOM_SECONDS

@@ -69,7 +69,11 @@ def graph_bytes(sizes: Seq[int], capture: Callable[[int], None], platform: Platf
 
 
 def require_one_sequence(info: WorkerInfo) -> None:
-    """Raise OutOfMemoryError if the pool cannot hold one sequence of `max_model_len` tokens."""
+    """Check that the pool can hold one sequence of `max_model_len` tokens.
+
+    Raises:
+        OutOfMemoryError: it cannot.
+    """
 
     def needed(num_tokens: int) -> int:
         chunk = info.max_num_batched_tokens

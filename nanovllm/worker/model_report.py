@@ -55,8 +55,13 @@ def all_supported() -> list[dict[str, str]]:
 
 
 def report(model: str) -> dict[str, Any]:
-    """Return what would run of `model`, in values that JSON has. CheckpointError: there is no such
-    checkpoint, or it is not sound.
+    """Return what would run of `model`, in values that JSON has.
+
+    Args:
+        model: as for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is not sound.
     """
     checkpoint = open_checkpoint(model)
     found: dict[str, Any] = {"model": model, "architecture": architecture_of(checkpoint.config)}

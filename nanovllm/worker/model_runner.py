@@ -124,8 +124,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> PendingResult:
-        """Launch a step, behind those launched before. OutOfMemoryError: the system refuses memory
-        that it needs; later steps work.
+        """Launch a step. Steps run in the order in which they are launched.
+
+        Raises:
+            OutOfMemoryError: the system refuses memory that the step needs. Later steps work.
+            PluginError: a class of the user's fails.
         """
         if len(self._launched) == LAPS:
             # A step runner may write this step's tokens over those of the step LAPS steps ago.

@@ -87,7 +87,11 @@ class EngineProcess:
         return self._process is not None and self._process.returncode is None
 
     async def wait_until_ready(self) -> None:
-        """Return when the model is loaded; raise ServerError if the process ends."""
+        """Return when the model is loaded.
+
+        Raises:
+            ServerError: the process ended, with the reason from its log.
+        """
         while True:
             if not self.is_alive:
                 raise ServerError(await self.ended())

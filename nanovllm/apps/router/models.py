@@ -114,7 +114,11 @@ class Models:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def find(self, name: str | None) -> Model:
-        """Return the named model, or the first without a name; raise APIError if it is unknown."""
+        """Return the model that a request names; None or "" is the first.
+
+        Raises:
+            APIError: status 404: there is no such model.
+        """
         if not name:
             return self.all[0]
         if (model := self.by_name.get(name)) is not None:
@@ -129,7 +133,11 @@ class Models:
         )
 
     def answering(self, name: str | None = None) -> list[Model]:
-        """Return the running models, or only the named one if it runs; never load one."""
+        """Return the models whose engines can be asked now, at most the named one; load none.
+
+        Raises:
+            APIError: status 404: there is no such model.
+        """
         named = [self.find(name)] if name else self.all
         return [each for each in named if each.is_alive and each.state in ("loaded", "sleeping")]
 

@@ -84,7 +84,11 @@ class Adapters:
             self._num_uses[old.lora_int_id] -= 1
 
     def unload(self, name: str) -> None:
-        """Let no request name an adapter any more; those that were admitted keep it."""
+        """Let no request name an adapter any more; those that were admitted keep it.
+
+        Raises:
+            APIError: status 403, none may be unloaded; status 404, there is no such adapter.
+        """
         self._check_allowed()
         found = self.by_name.get(name)
         if found is None:

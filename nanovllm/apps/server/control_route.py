@@ -26,7 +26,12 @@ training_router = APIRouter(tags=["development"], route_class=JSONRoute)
 
 
 def controlled(request: Request) -> ServerState:
-    """Return the server's state; refuse web pages if no API key stops them."""
+    """Return the state of a server that a client wants to control.
+
+    Raises:
+        APIError: status 403, a web page sends it: to this machine any page may, and no key stops
+            it.
+    """
     server = state_of(request)
     if "origin" in request.headers and not server.options.api_keys:
         raise APIError(403, "web pages do not control this server: give it an --api-key")

@@ -73,7 +73,11 @@ class AdmittedRequest:
 
 @contextmanager
 def while_connected(request: Request) -> Iterator[None]:
-    """Interrupt what waits in the block, with an APIError, when the client goes away."""
+    """Interrupt what waits in the block when the client goes away.
+
+    Raises:
+        APIError: the client is gone.
+    """
     guard = Guard()
     watch = asyncio.create_task(guard.watch(request))
     try:
@@ -312,6 +316,9 @@ def sampling_params(
         default_max_tokens: max_tokens if the request gives none.
         defaults: None are the checkpoint's.
         changes: fields that the route decides.
+
+    Raises:
+        InvalidRequestError: a value is invalid.
     """
     fields = {name: value for name in _FIELDS if (value := getattr(given, name)) is not None}
     if forms := given.forms():
@@ -326,10 +333,13 @@ def sampling_params(
 
 
 def check_logprobs(server: ServerState, params: SamplingParams, lengths: Iterable[int]) -> None:
-    """Raise InvalidRequestError if the answer could have too many log-probabilities.
+    """Refuse a request whose answer could have too many log-probabilities.
 
     Args:
         lengths: of the prompts, in tokens or, where they are not known yet, in characters.
+
+    Raises:
+        InvalidRequestError: there are too many.
     """
     longest = server.max_model_len
     limit = MAX_ANSWER_LOGPROBS

@@ -163,7 +163,8 @@ async def _drop_body(headers: Headers, receive: Receive, length: int) -> None:
 def _content_length(headers: Headers) -> int | None:
     """Return the length that the headers give, None without one.
 
-    APIError: there are too many headers, or two ways to tell where the body ends.
+    Raises:
+        APIError: there are too many headers, or two ways to tell where the body ends.
     """
     if len(headers) > MAX_HEADERS:
         raise APIError(431, f"the request has more than {MAX_HEADERS} headers")

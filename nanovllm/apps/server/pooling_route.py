@@ -60,7 +60,11 @@ class PoolingRequest(EngineRequest):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     def params(self, **changes: Any) -> PoolingParams:
-        """Return the parameters of each text; raise InvalidRequestError if one is invalid."""
+        """Return what the request wants of each text.
+
+        Raises:
+            InvalidRequestError: a value is invalid.
+        """
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(
             pooling=self.pooling,

@@ -366,7 +366,14 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 def check_size(schemas: Iterable[Any], field: str) -> None:
-    """Refuse schemas that have too many values in all, as an error of `field`."""
+    """Refuse schemas that have too many values in all.
+
+    Args:
+        field: that of the model which has them.
+
+    Raises:
+        PydanticCustomError: it says how many values there may be.
+    """
     unread = list(schemas)
     num_values = len(unread)
     while unread:

@@ -203,7 +203,11 @@ class EngineServer(DrainingServer):
 
 @contextlib.contextmanager
 def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """Bind the socket to listen on; clients cannot connect yet. Raises ConfigError."""
+    """Bind the socket to listen on; clients cannot connect yet.
+
+    Raises:
+        ConfigError: the address is taken, or cannot be used.
+    """
     with contextlib.ExitStack() as stack:
         try:
             if options.uds:

@@ -175,7 +175,12 @@ class ServerOptions:
 
 
 def check_options(options: ServerOptions, config: Config) -> None:
-    """Check what several options say together, before anything is loaded; raise ConfigError."""
+    """Check what several options say together, before anything is loaded.
+
+    Raises:
+        ConfigError: a parser has no such name, the engine takes no adapters, or there is no
+            directory of them.
+    """
     from nanovllm.apps.server.output_parsers.answer_format import (
         find_answer_format,  # slow to import
     )
@@ -192,7 +197,11 @@ def check_options(options: ServerOptions, config: Config) -> None:
 
 
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the API keys in the environment; raise ConfigError if the variable has none."""
+    """Return the API keys in the environment.
+
+    Raises:
+        ConfigError: the variable is set, and has no key.
+    """
     given = environment.get(API_KEY_VARIABLE, "")
     keys = tuple(key for key in given.split(",") if key)
     if given and not keys:

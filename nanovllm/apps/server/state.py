@@ -140,7 +140,8 @@ class ServerState:
     def check_model(self, name: str | None) -> LoRARequest | None:
         """Return the adapter that a request names as its model; None is the model itself.
 
-        APIError, status 404: there is no such model.
+        Raises:
+            APIError: status 404: there is no such model.
         """
         if name in (None, *self.names, self.llm.engine.config.model):
             return None

@@ -21,7 +21,10 @@ class WeightTransfer:
     ) -> None:
         """Leave the trainer of before, and give up its update; join another one.
 
-        Arguments and errors are those of `TransferGroup`.
+        Arguments are those of `TransferGroup`.
+
+        Raises:
+            TransferError: the trainer cannot be reached.
         """
         async with self._lock:
             self._leave()

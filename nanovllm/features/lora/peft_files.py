@@ -85,7 +85,15 @@ class PeftConfig(NamedTuple):
 
 
 def read_peft_config(fields: dict[str, Any], source: str) -> PeftConfig:
-    """Return what the parsed adapter_config.json says."""
+    """Return what the parsed adapter_config.json says.
+
+    Args:
+        source: the file, for errors.
+
+    Raises:
+        UnsupportedModelError: it needs something that is not implemented.
+        CheckpointError: a field is missing or has an invalid value.
+    """
     if fields.get("peft_type") != "LORA":
         raise UnsupportedModelError(
             f"{source}: peft_type {shown(fields.get('peft_type'))} is not supported (only LORA)"

@@ -52,7 +52,11 @@ class _TraceFile:
         return len(self.pending) >= _MAX_PENDING or now - self._last_flush >= _FLUSH_SECONDS
 
     def flush(self) -> None:
-        """Write the pending events. OSError: the file cannot be written."""
+        """Write the pending events.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self._last_flush = time.monotonic()
         if self.pending:
             data = ("," if self._size else "[") + json.dumps(self.pending)[1:-1] + "\n"
@@ -83,11 +87,17 @@ class _Lane:
 
 
 class Trace(Observer):
-    """Writes what the engine reports into the file `path`. ConfigError: it cannot be written.
+    """Writes what the engine reports into a file.
 
     The lanes of sequences hold one span from arrival to end, named after the request, and in it the
-    states without a gap: waiting, prefill (one for each chunk), decode, preempted. A lane is used
-    again when its sequence has ended.
+    states without a gap: waiting, prefill (one for each chunk), decode, preempted. A state lasts
+    until the next one begins. A lane is used again when its sequence has ended.
+
+    Args:
+        path: the file, which is overwritten.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:

@@ -99,7 +99,12 @@ class PoolingRequests:
         return found[0]
 
     def complete(self, params: PoolingParams, prompt: Prompt) -> tuple[Prompt, PoolingParams]:
-        """Return the tokens of a prompt, and `params` as the ranks need them."""
+        """Return the tokens of a prompt, and `params` as the ranks need them.
+
+        Raises:
+            InvalidRequestError: the prompt is invalid or too long, or the model cannot do what
+                `params` ask for.
+        """
         settings = self.settings
         dimensions = params.dimensions
         if dimensions is not None and dimensions > self.size:
@@ -137,7 +142,11 @@ class PoolingRequests:
         return Scoring(self, queries, documents, params, instruction, **options)
 
     def embedding(self, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Return the output of `LLM.embed` for that of a request. See `pooled`."""
+        """Return the output of `LLM.embed` for that of a request.
+
+        Raises:
+            NanoVLLMError: as for `pooled`.
+        """
         return EmbeddingRequestOutput(
             output.request_id,
             EmbeddingOutput(pooled(output)),
@@ -155,7 +164,11 @@ class PoolingRequests:
         return params.clone(prompt_name=name)
 
     def tokenized(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        """Return a prompt as token ids."""
+        """Return a prompt as token ids.
+
+        Raises:
+            InvalidRequestError: it is empty, invalid or too long.
+        """
         kept = params.truncate_prompt_tokens
         tokens = prompt.token_ids
         if tokens is not None:
@@ -270,7 +283,11 @@ class Scoring:
         self.params = [params] * len(self.prompts)
 
     def results(self, outputs: Seq[RequestOutput]) -> list[ScoringRequestOutput]:
-        """Return the score of each pair, from the outputs of the requests in their order."""
+        """Return the score of each pair, from the outputs of the requests in their order.
+
+        Raises:
+            NanoVLLMError: a request failed, or was aborted.
+        """
         return [
             ScoringRequestOutput(
                 of_pair[-1].request_id,
@@ -315,7 +332,11 @@ def pooling_requests(
     render: Render,
     causal: bool,
 ) -> PoolingRequests:
-    """Return what an engine knows of vectors and scores; see `PoolingRequests`."""
+    """Return what an engine knows of vectors and scores; see `PoolingRequests`.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is invalid, or asks for what is not supported.
+    """
     hidden_size = read_config(checkpoint.config, config.dtype, config.model_family).hidden_size
     settings = read_settings(checkpoint, config.model, "last" if causal else "cls")
     check_layers(settings, hidden_size)

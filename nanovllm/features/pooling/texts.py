@@ -66,6 +66,9 @@ class Texts:
         Args:
             kept: how many tokens of the second text to keep; -1 and None: as for `one`. A
                 checkpoint cuts the longer one.
+
+        Raises:
+            PromptTooLongError: they are too long.
         """
         limit = self.limit
         added = self._backend.num_special_tokens_to_add(True)
@@ -98,6 +101,9 @@ class Texts:
 
         Args:
             kept: as for `one`: `text` is cut at its end, not what is written around it.
+
+        Raises:
+            PromptTooLongError: what is around the text is too long.
         """
         most = self.most(kept)
         if most is None:

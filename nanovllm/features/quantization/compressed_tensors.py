@@ -79,6 +79,10 @@ def read_scheme(group: dict[str, Any], where: str, checkpoint_format: Any) -> Sc
     Args:
         where: the group stands, for errors.
         checkpoint_format: `format` of quantization_config, which the group's own replaces.
+
+    Raises:
+        CheckpointError: a field is missing, of the wrong type or out of range.
+        UnsupportedModelError: the outputs are rounded, too, or a format has no name.
     """
     if group.get("output_activations") is not None:
         raise UnsupportedModelError(f"{where}: output_activations are not supported, only null")

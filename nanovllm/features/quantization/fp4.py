@@ -56,7 +56,11 @@ MODELOPT_NVFP4 = Fp4Layout("ModelOpt NVFP4", "weight", 16, torch.float8_e4m3fn, 
 
 
 class QuantizedFp4(QuantizedNumbers):
-    """Loads the FP4 weights of the checkpoint linears that one matrix merges."""
+    """Loads the FP4 weights of the checkpoint linears that one matrix merges.
+
+    Raises:
+        UnsupportedModelError: the linears' inputs are not whole groups.
+    """
 
     def __init__(self, layout: Fp4Layout, matrix: WeightModule) -> None:
         super().__init__(matrix, layout.name)

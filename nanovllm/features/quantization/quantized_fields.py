@@ -96,7 +96,11 @@ class LoadedField:
         return [part for _, part in sorted(self._parts.items())]
 
     def shard(self, weight: Shard) -> Shard:
-        """Return what loads the field of `weight`, a part of a linear's [outputs, inputs]."""
+        """Return what loads the field of `weight`, a part of a linear's [outputs, inputs].
+
+        Raises:
+            ConfigError: this rank's inputs begin or end inside a column.
+        """
         field = self.field
         outputs, inputs = weight.shape
         rows, own_inputs = weight.target.shape

@@ -101,7 +101,11 @@ class QuantizedFp8(QuantizedNumbers):
         yield self._scales.shard(weight)
 
     def round_to(self, quantization: str, kernels: Kernels) -> None:
-        """Let `method` round a weight that it would widen to `quantization`, in integers."""
+        """Let `method` round a weight that it would widen to `quantization`, in integers.
+
+        Raises:
+            ConfigError: no group size of `quantization` divides the inputs.
+        """
         if self._device.type == "cpu" and not self._is_exact:
             rounded_rows(quantization, torch.empty(self._shape, device="meta"), kernels)
             self._rounding = quantization

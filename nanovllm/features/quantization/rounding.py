@@ -81,7 +81,11 @@ def rounded_rows(
 ) -> "_RowsInIntegers | _RowsInFp8":
     """Return what rounds the rows of a weight of `like`'s shape, dtype and device.
 
-    The rows come in parts of whole panels, of at most `at_once` numbers; see `row_ranges`.
+    Args:
+        reserve: see `Rounding`.
+
+    Raises:
+        ConfigError: no group size of `quantization` divides the inputs.
     """
     if quantization == "fp8":
         return _RowsInFp8(like, kernels)

@@ -60,7 +60,11 @@ def unsupported(key: str, value: Any, supported: str, where: str = WHERE) -> Uns
 
 
 def read_object(value: Any, where: str, entries: int | None = None) -> dict[str, Any]:
-    """Return `value` if it is a JSON object, with at most so many `entries`."""
+    """Return `value` if it is a JSON object, with at most so many `entries`.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     if isinstance(value, dict) and (entries is None or len(value) <= entries):
         return value
     most = "" if entries is None else f" of at most {entries} entries"
@@ -68,7 +72,11 @@ def read_object(value: Any, where: str, entries: int | None = None) -> dict[str,
 
 
 def read_group_size(value: Any, where: str = WHERE) -> int | None:
-    """Return how many inputs share a scale; None: the whole row does, which files write as -1."""
+    """Return how many inputs share a scale; None: the whole row does, which files write as -1.
+
+    Raises:
+        CheckpointError: it is not such a number.
+    """
     if type(value) is not int or value == 0 or not -1 <= value <= MAX_GROUP:
         raise CheckpointError(
             f"{where}: group_size must be from 1 to {MAX_GROUP}, or -1, is {shown(value)}"
@@ -77,7 +85,11 @@ def read_group_size(value: Any, where: str = WHERE) -> int | None:
 
 
 def read_number_type(settings: Mapping[str, Any], where: str) -> tuple[int, str]:
-    """Return `num_bits`, from 1 to 16, and `type`, "int" or "float"."""
+    """Return `num_bits`, from 1 to 16, and `type`, "int" or "float".
+
+    Raises:
+        CheckpointError: one has another value.
+    """
     bits = settings.get("num_bits", 8)
     kind = settings.get("type", "int")
     if type(bits) is not int or not 1 <= bits <= _MAX_BITS:
@@ -88,7 +100,15 @@ def read_number_type(settings: Mapping[str, Any], where: str) -> tuple[int, str]
 
 
 def one_form(names: list[str], forms: Sequence[Form | None], settings: str) -> Form | None:
-    """Return the form that linears have which are computed as one; None: they are plain numbers."""
+    """Return the form that linears have which are computed as one; None: they are plain numbers.
+
+    Args:
+        forms: of each of `names`.
+        settings: which say it, for the error.
+
+    Raises:
+        UnsupportedModelError: they have several.
+    """
     if any(form != forms[0] for form in forms):
         found = " and ".join(dict.fromkeys(str(form or "plain numbers") for form in forms))
         raise UnsupportedModelError(
@@ -99,7 +119,12 @@ def one_form(names: list[str], forms: Sequence[Form | None], settings: str) -> F
 
 
 def kv_scheme(config: dict[str, Any]) -> str | None:
-    """Return how a `quantization_config` has keys and values stored, in words; None: plainly."""
+    """Return how a `quantization_config` has keys and values stored, in words; None: plainly.
+
+    Raises:
+        CheckpointError: a field has the wrong type or value.
+        UnsupportedModelError: the scheme has no known name.
+    """
     inner = config.get("quantization")  # as hf_quant_config.json has it
     for settings in (config, inner if isinstance(inner, dict) else {}):
         for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
@@ -129,7 +154,11 @@ _MAX_LENGTH = 1000
 
 
 def read_names(config: dict[str, Any], key: str, where: str = "quantization_config") -> list[str]:
-    """Return the list of names `config[key]`; an empty one if there is none."""
+    """Return the list of names `config[key]`; an empty one if there is none.
+
+    Raises:
+        CheckpointError: it is not a list of names, or has too many.
+    """
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{where}: {key} must be a list of names, is {shown(names)}")
@@ -141,7 +170,11 @@ def read_names(config: dict[str, Any], key: str, where: str = "quantization_conf
 
 
 def read_regex(pattern: str, field: str) -> SafeRegex:
-    """Return the regular expression `pattern` of `field`."""
+    """Return the regular expression `pattern` of `field`.
+
+    Raises:
+        UnsupportedModelError: it is not one that `SafeRegex` reads.
+    """
     try:
         return SafeRegex(pattern)
     except ValueError as error:
@@ -157,7 +190,15 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 class Names:
-    """A list of entries: names, and "re:" with a regular expression that a name begins with."""
+    """A list of entries: names, and "re:" with a regular expression that a name begins with.
+
+    Args:
+        entries: what `read_names` returned.
+        field: for errors.
+
+    Raises:
+        UnsupportedModelError: a regular expression is not supported, or there are too many.
+    """
 
     def __init__(self, entries: Iterable[str], field: str) -> None:
         entries = list(entries)
@@ -199,6 +240,10 @@ class ModuleList:
 
     An entry is a dotted name, or consecutive parts of one, or a pattern with "*" for a whole name,
     which `fnmatch` matches without backtracking. `settings` have the list under `key`.
+
+    Raises:
+        CheckpointError: it is not a list of strings, or has too many or too long ones.
+        UnsupportedModelError: an entry is a regular expression that is not read.
     """
 
     def __init__(self, settings: dict[str, Any], key: str) -> None:

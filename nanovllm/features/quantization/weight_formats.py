@@ -169,6 +169,10 @@ def expect_format(
     Args:
         known: the names of the checkpoint's tensors; empty: unknown.
         device: where the weights will lie; None: where the model is.
+
+    Raises:
+        ConfigError, UnsupportedModelError, CheckpointError: as for `checkpoint_format` and
+            `WeightFormat.quantized`.
     """
     found = checkpoint_format(config)
     if found is not None:
@@ -196,6 +200,13 @@ def expect_weights(
 ) -> None:
     """Prepare the matrices of `model` for the form in which `files` have their weights, and the
     others for the rounding that the user asks for.
+
+    Args:
+        stored: the quantization_config of config.json.
+        reserve: see `Rounding`.
+
+    Raises:
+        ConfigError, UnsupportedModelError, CheckpointError: as for `expect_format`.
     """
     headers = {file: read_header(file) for file in files}
     known = {name for header in headers.values() for name in header}
@@ -222,7 +233,14 @@ def store_as(
     device: torch.device | None = None,
     kinds: tuple[type[WeightModule], ...] = _LINEARS,
 ) -> None:
-    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`."""
+    """Set `stored` of those matrices of `kinds` whose weights are in `weight_format`.
+
+    Args:
+        known, device: see `expect_format`.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as for `WeightFormat.quantized`.
+    """
     # A stored weight may have no tensor of its linear's name, which decides on a prefix.
     modules = {name.rpartition(".")[0] for name in known}
     shards_of = dict(model_shards(model, {*known, *(f"{module}.weight" for module in modules)}))

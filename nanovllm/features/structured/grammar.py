@@ -91,7 +91,11 @@ class GrammarCompiler:
         return -(-self._vocab_size // 32) * 4
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Return a new matcher, which has consumed no token; raise as `compile` does."""
+        """Return a new matcher, which has consumed no token.
+
+        Raises:
+            InvalidRequestError: as for `compile`.
+        """
         return self.compile(params).deep_copy()
 
     def compile(self, params: StructuredOutputsParams) -> "LLMatcher":

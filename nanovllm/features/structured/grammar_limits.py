@@ -62,11 +62,14 @@ def check_parts(expressions: Iterable[str]) -> None:
 
 
 def check_terminals(lark: str) -> bool:
-    """Raise ValueError for a terminal of too many parts, with those of the terminals that it names.
+    """Refuse terminals of too many parts, with the parts of the terminals that they name.
 
     Returns:
         Whether the grammar needs a trial: it may be deep, many parts of its rules may be empty, or
         several expressions meet in a text.
+
+    Raises:
+        ValueError: a terminal or an expression in a rule has too many.
     """
     check_parts(found for found in _LITERALS.findall(lark) if _is_expression(found))
     # An expression leaves its number of parts, and neither names nor colons.

@@ -27,7 +27,11 @@ and the GPU has no such memory left next to the pool. The next step waits for al
 
 
 class CudaPages:
-    """The `PageCopies` of a GPU. RuntimeError: the driver does not pin so much memory."""
+    """The `PageCopies` of a GPU.
+
+    Raises:
+        RuntimeError: the driver does not pin so much memory.
+    """
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:
         self._pool = pool

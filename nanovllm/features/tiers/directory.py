@@ -51,13 +51,15 @@ class DirectoryStore(ByteStore):
     One thread may write while others read. No method raises: an entry that cannot be had is a miss,
     and one that cannot be written is left out.
 
-    Entries of other namespaces and ranks are never read.
-
     Args:
-        path: a directory; see `find_directory`.
+        path: a directory, which is made if only the last part is missing.
         limit_bytes: for the entries of all namespaces and ranks together; those that were not used
             for longest go first.
-        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`.
+        namespace: lower-case hexadecimal, 16 to 64 digits: see `kv_namespace`. Entries of other
+            namespaces and ranks are never read.
+
+    Raises:
+        ConfigError: `path` is not a directory, its parent is missing, or others could write to it.
     """
 
     def __init__(
@@ -145,7 +147,9 @@ class DirectoryStore(ByteStore):
 
     def _is_safe(self, group: str) -> bool:
         """Return whether this user alone can write to `group` and the directories above it.
-        FileNotFoundError: it is missing.
+
+        Raises:
+            OSError: it is missing.
         """
         if group in self._checked:
             return True
@@ -165,7 +169,9 @@ class DirectoryStore(ByteStore):
 
     def _make(self, group: str) -> None:
         """Make `group` and the two directories above it, if they are missing.
-        OSError: this cannot be, or others could write to one of them.
+
+        Raises:
+            OSError: this cannot be, or others could write to one of them.
         """
         for path in (os.path.dirname(self._base), self._base, group):
             with contextlib.suppress(FileExistsError):
@@ -210,8 +216,11 @@ class DirectoryStore(ByteStore):
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
     """Return directory `path` as an absolute path without symlinks; make it if its parent exists.
-    One that cannot be made, because the disk is full or read-only, counts as empty. ConfigError: it
-    cannot be a directory of this user's alone.
+
+    A directory that cannot be made, because the disk is full or read-only, counts as empty.
+
+    Raises:
+        ConfigError: it cannot be a directory of this user's alone.
     """
     name = f"kv_cache_dir {shown(os.fspath(path))}"
     try:
@@ -263,7 +272,11 @@ def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bo
 
 
 def write_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> None:
-    """Write a new file, as `read_file` reads it."""
+    """Write a new file, as `read_file` reads it.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
     num_bytes = sum(buffer.nbytes for buffer in buffers)
     header = _header(owner, key, num_bytes) + _checksum(buffers)
     if not _transfer(os.pwritev, fd, [memoryview(header), *buffers]):
@@ -334,12 +347,23 @@ class CheckedStore(ByteStore):
 
 
 def store_class(value: str) -> type[ByteStore]:
-    """Return the class that the option kv_store names."""
+    """Return the class that the option kv_store names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
     return load_class("kv_store", value, ByteStore, ("namespace", "rank"))  # type: ignore[type-abstract]
 
 
 def make_store(config: Config, namespace: str, rank: int = 0) -> ByteStore | None:
-    """Return the store that the options ask for; None for none. ConfigError: it cannot be made."""
+    """Return the store that the options ask for; None for none.
+
+    Args:
+        namespace: see `kv_namespace`.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     if config.kv_store is not None:
         name = f'kv_store="{config.kv_store}"'
         found = store_class(config.kv_store)

@@ -145,6 +145,9 @@ def new_temporary(directory: str) -> tuple[int, str]:
     """Return a new file to write in `directory`, locked, and its path. The caller closes it.
 
     Without a lock it counts as abandoned; the system unlocks it when the process dies.
+
+    Raises:
+        OSError: the directory is full, read-only or missing.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:

@@ -34,9 +34,14 @@ _MEASURE_SECONDS = 0.15
 
 
 class RankTiers(WorkerHook):
-    """Moves pages as `Schedule.transfers` says, between `open` and `free`. The network's `files`
-    were found before they were loaded. ConfigError: a limit of the options holds no page, or no
-    `PageCopies` is for this device.
+    """Moves pages as `Schedule.transfers` says, between `open` and `free`.
+
+    Args:
+        files: the network's, found before they were loaded.
+
+    Raises:
+        ConfigError: `kv_offload_gib` or `kv_cache_dir_gib` holds no page, or no `PageCopies` is
+            for this device.
     """
 
     def __init__(self, runner: ModelRunner, files: WeightSnapshot) -> None:
@@ -53,7 +58,11 @@ class RankTiers(WorkerHook):
         self._close: Callable[[], object] | None = None
 
     def open(self, info: WorkerInfo, run: Callable[[list[Row]], object]) -> WorkerInfo:
-        """Make host memory and threads for the pool; measure a few steps and copies."""
+        """Make host memory and threads for the pool; measure a few steps and copies.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory.
+        """
         pool = self._network.pool
         self._require_memory(pool)
         if self._platform.in_host_memory:

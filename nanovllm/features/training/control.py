@@ -138,7 +138,11 @@ class WeightControl:
         return Interruption(self, mode, check, act, None)
 
     def resume(self) -> None:
-        """Go on after `pause`, also one that still waits; without one nothing changes."""
+        """Go on after `pause`, also one that still waits; without one nothing changes.
+
+        Raises:
+            InvalidRequestError: the weights or the pool are away, or the weights are not whole.
+        """
         self.engine.check_health()
         if self.engine.is_paused and (reason := self._reason()):
             raise InvalidRequestError(f"the engine stays paused: {reason}")
@@ -151,7 +155,11 @@ class WeightControl:
         self.engine.queue_held_requests()
 
     def begin_wait(self, call: Interruption) -> None:
-        """Let requests in flight finish before `call` acts, also those that a pause has kept."""
+        """Let the requests in flight finish before `call` acts, with those that a pause has kept.
+
+        Raises:
+            NanoVLLMError: what `call.check` raises.
+        """
         call.check()
         engine = self.engine
         if call.is_pause:
@@ -227,7 +235,11 @@ class WeightControl:
         self._call(RankWeights.sleep)
 
     def wake_up(self, tags: Seq[str] | None) -> bool:
-        """Take the memory back; return whether nothing sleeps any more."""
+        """Take the memory back; return whether nothing sleeps any more.
+
+        Raises:
+            InvalidRequestError: a tag is unknown.
+        """
         self.engine.check_health()
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
@@ -274,13 +286,20 @@ class WeightControl:
         self._call(RankWeights.check, infos, whole, every)
 
     def load(self, tensors: Seq[NamedTensor | Packet], owner: object | None = None) -> None:
-        """Write tensors, or let ranks keep them until the rest of their layer comes."""
+        """Write tensors, or let ranks keep them until the rest of their layer comes.
+
+        Raises:
+            InvalidRequestError: no update of `owner` has begun, or a tensor is wrong.
+        """
         self._require_update(owner)
         self._call(RankWeights.load, tensors)
 
     def finish(self, version: int | str | None, owner: object | None = None) -> None:
-        """End an update: requests run again, with the new version on their outputs. If that fails,
-        the update has failed; an invalid version ends nothing.
+        """End an update: requests run again, with the new version on their outputs.
+
+        Raises:
+            InvalidRequestError: no update of `owner` has begun, or a part of a rounded layer is
+                missing.
         """
         check_version(version)
         self._require_update(owner)

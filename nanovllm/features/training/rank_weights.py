@@ -208,7 +208,11 @@ class RankWeights:
             self._wanted.pop((weight, region), None)
 
     def finish(self) -> list[str]:
-        """Write the layers of which parts came; return the tensors that must still come."""
+        """Write the layers of which parts came; return the names of tensors that must still come.
+
+        Raises:
+            InvalidRequestError: a part of a rounded layer is missing.
+        """
         _require_whole({weight: self._given[weight] for weight in self._staged})
         for weight in list(self._staged):
             missing = weight.regions.keys() - self._given[weight]

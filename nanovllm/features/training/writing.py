@@ -18,7 +18,11 @@ from nanovllm.worker.network import Network
 
 
 def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
-    """Give a weight new `values`, in its first form: rounded and packed as when it was loaded."""
+    """Give a weight new `values`, in its first form: rounded and packed as when it was loaded.
+
+    Raises:
+        UnsupportedModelError: the layer's form cannot be changed in place.
+    """
     if weight.parameter is not None:
         weight.parameter.data.copy_(values)
         return

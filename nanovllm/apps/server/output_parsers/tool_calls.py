@@ -420,8 +420,12 @@ def decoded(source: str) -> str | None:
 
 
 def plain_object(source: str) -> str:
-    """Return arguments as the text of a JSON object: some models write the object as a string,
-    and null or "" for none. Raises NotACall if it is not a JSON value.
+    """Return arguments as the text of a JSON object where they are one in disguise.
+
+    Some models write the object as a string, and null or "" for no arguments.
+
+    Raises:
+        NotACall: it is not a JSON value.
     """
     if source in ("null", '""'):
         return "{}"

@@ -57,8 +57,14 @@ class ToolFormat:
     def grammar(
         self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
     ) -> str:
-        """Return rules in llguidance's Lark, of which `calls` is one call or, if `several`, up to
-        `MAX_CALLS`; raise InvalidRequestError if they are too long.
+        """Return rules in llguidance's Lark, of which `calls` is one call or more.
+
+        Args:
+            several: whether more than one call may be made: `MAX_CALLS` at most.
+            tag_ids: ids of the tags that are tokens.
+
+        Raises:
+            InvalidRequestError: the rules are too long.
         """
         tags = [tag_literal(tag, tag_ids) for tag in self.tags]
         before, after = (part.format(*tags) for part in self.calls)

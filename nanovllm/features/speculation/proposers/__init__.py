@@ -45,6 +45,10 @@ def make_proposer(
 
 
 def proposer_class(method: str) -> type[Proposer]:
-    """Return the class that a method "module:Class" names; raise ConfigError without one."""
+    """Return the class that a method "module:Class" names.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
     name = "speculative_config: method"
     return load_class(name, method, Proposer, ("network",))  # type: ignore[type-abstract]

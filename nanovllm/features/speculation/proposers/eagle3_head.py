@@ -121,10 +121,14 @@ def check_eagle3(
 def read_eagle3_config(
     config: dict[str, Any], target: ModelConfig, tensor_names: Collection[str]
 ) -> Eagle3Config:
-    """Read `config`, the parsed config.json of an EAGLE-3 head for `target`; see `check_eagle3`.
+    """Read `config`, the parsed config.json of an EAGLE-3 head for `target`.
 
     Args:
         tensor_names: of the head's weights; they say what the head shares with its target.
+
+    Raises:
+        UnsupportedModelError: this is no EAGLE-3 head, or a setting is not implemented.
+        CheckpointError: a field is missing or invalid, or the head is for another target.
     """
     flat = {key: value for key, value in _flat(config).items() if value is not None}
     if flat.get("model_type") not in _MODEL_TYPES:
