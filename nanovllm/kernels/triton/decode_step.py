@@ -42,11 +42,26 @@ def gather(
     tables = table_indices.new_empty(rows, width, dtype=torch.int32)
     gathered = tuple(column.new_empty(rows) for column in columns)
     _gather[(rows,)](
-        token_ids, token_ids.stride(0), block_tables, block_tables.stride(0), table_indices,
-        positions, rope_offsets, rope_offsets.stride(0), columns, input_ids, slot_mapping,
-        following, rope_positions, seq_lens, tables, gathered,
-        WIDTH=width, BLOCK_SIZE=block_size, BLOCK=min(triton.next_power_of_2(width), 1024),
-    )  # fmt: skip
+        token_ids,
+        token_ids.stride(0),
+        block_tables,
+        block_tables.stride(0),
+        table_indices,
+        positions,
+        rope_offsets,
+        rope_offsets.stride(0),
+        columns,
+        input_ids,
+        slot_mapping,
+        following,
+        rope_positions,
+        seq_lens,
+        tables,
+        gathered,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        BLOCK=min(triton.next_power_of_2(width), 1024),
+    )
     return (input_ids, slot_mapping, seq_lens, tables, following, rope_positions), gathered
 
 
@@ -62,10 +77,19 @@ def advance(
 ) -> None:
     rows = len(table_indices)
     _advance[(triton.cdiv(rows, _ROWS),)](
-        token_ids, token_ids.stride(0), table_indices, positions, moves, places, tokens, out,
-        len(out), stride, rows,
+        token_ids,
+        token_ids.stride(0),
+        table_indices,
+        positions,
+        moves,
+        places,
+        tokens,
+        out,
+        len(out),
+        stride,
+        rows,
         ROWS=_ROWS,
-    )  # fmt: skip
+    )
 
 
 def accept(
@@ -82,11 +106,26 @@ def accept(
 
 @_jit
 def _gather(
-    token_ids, token_stride, block_tables, block_stride, table_indices, positions, rope_offsets,
-    offset_stride, columns, input_ids, slot_mapping, following, rope_positions, seq_lens, tables,
+    token_ids,
+    token_stride,
+    block_tables,
+    block_stride,
+    table_indices,
+    positions,
+    rope_offsets,
+    offset_stride,
+    columns,
+    input_ids,
+    slot_mapping,
+    following,
+    rope_positions,
+    seq_lens,
+    tables,
     gathered,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gather one row of the batch."""
     row = tl.program_id(0)
     table_idx = tl.load(table_indices + row)
@@ -110,10 +149,19 @@ def _gather(
 
 @_jit
 def _advance(
-    token_ids, token_stride, table_indices, positions, moves, places, tokens, out, out_size, stride,
+    token_ids,
+    token_stride,
+    table_indices,
+    positions,
+    moves,
+    places,
+    tokens,
+    out,
+    out_size,
+    stride,
     num_rows,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Advance ROWS rows. All padding rows write to the scratch table row."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows

@@ -24,13 +24,26 @@ def route(logits: torch.Tensor, choice: ExpertChoice) -> Routing:
     groups = choice.groups or Groups(1, 1, 1)
     if tokens:
         _route[(tokens,)](
-            logits, logits.stride(0), choice.scales, choice.bias, ids, weights, num_experts,
-            choice.logit_factor, choice.factor, choice.epsilon,
-            TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k),
-            BLOCK=triton.next_power_of_2(num_experts), SIGMOID=choice.sigmoid,
-            RENORMALIZE=choice.renormalize, GROUPS=groups.number,
-            BLOCK_GROUPS=triton.next_power_of_2(groups.number), KEPT=groups.kept, BEST=groups.best,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            choice.scales,
+            choice.bias,
+            ids,
+            weights,
+            num_experts,
+            choice.logit_factor,
+            choice.factor,
+            choice.epsilon,
+            TOP_K=top_k,
+            BLOCK_K=triton.next_power_of_2(top_k),
+            BLOCK=triton.next_power_of_2(num_experts),
+            SIGMOID=choice.sigmoid,
+            RENORMALIZE=choice.renormalize,
+            GROUPS=groups.number,
+            BLOCK_GROUPS=triton.next_power_of_2(groups.number),
+            KEPT=groups.kept,
+            BEST=groups.best,
+        )
     return Routing(ids, weights)
 
 
@@ -82,11 +95,26 @@ def experts(x: torch.Tensor, routing: Routing, mlp: ExpertMLP) -> torch.Tensor:
 
 @triton.jit
 def _route(
-    logits, stride, scales, bias, ids, weights, num_experts, logit_factor, factor, epsilon,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    logits,
+    stride,
+    scales,
+    bias,
+    ids,
+    weights,
+    num_experts,
+    logit_factor,
+    factor,
+    epsilon,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
     BEST: tl.constexpr,
-):  # fmt: skip
+):
     """Choose the experts of one token. A NaN among the logits makes all weights NaN."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -137,9 +165,14 @@ def _first_largest(scores, is_open, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(
-    scores, group, inside,
-    GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr,
-):  # fmt: skip
+    scores,
+    group,
+    inside,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BEST: tl.constexpr,
+):
     """Return which experts are in the groups that are kept."""
     numbers = tl.arange(0, BLOCK_GROUPS)
     group_scores = tl.full([BLOCK_GROUPS], -float("inf"), tl.float32)
@@ -161,9 +194,16 @@ def _kept(
 
 @triton.jit
 def _group(
-    ids, order, ends, blocks, pairs, slots,
-    BLOCK_M: tl.constexpr, SPARSE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    ids,
+    order,
+    ends,
+    blocks,
+    pairs,
+    slots,
+    BLOCK_M: tl.constexpr,
+    SPARSE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """List one expert's pairs in `order`, where they end, and its blocks.
 
     Slot s has the expert blocks[s], or -1 if it is empty, and begins at blocks[slots + s] of
@@ -204,11 +244,26 @@ def _group(
 
 @triton.jit
 def _gate_up(
-    x, weight, bias, hidden, order, ends, blocks, slots, k, n,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x,
+    weight,
+    bias,
+    hidden,
+    order,
+    ends,
+    blocks,
+    slots,
+    k,
+    n,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """Compute BLOCK_N numbers of `hidden` for the pairs of one block. Without gates, the ups take
     their place.
     """
@@ -251,9 +306,13 @@ def _gate_up(
 
 @triton.jit
 def _activate(
-    x, ups,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-):  # fmt: skip
+    x,
+    ups,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
     """Return the activation, by its number in ACTIVATIONS, of gates x and `ups`, or of x alone."""
     if ACTIVATION == 0:
         product = x * tl.sigmoid(x)
@@ -271,9 +330,21 @@ def _activate(
 
 @triton.jit
 def _down(
-    hidden, weight, bias, factors, outputs, order, ends, blocks, slots, k, n,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    factors,
+    outputs,
+    order,
+    ends,
+    blocks,
+    slots,
+    k,
+    n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Compute BLOCK_N weighted outputs for the pairs of one block, in the order of the pairs."""
     slot = tl.program_id(0)
     expert = tl.load(blocks + slot).to(tl.int64)

@@ -38,9 +38,16 @@ def propose(
     stride = token_ids.stride(0)
     _find[(rows, parts)](token_ids, stride, table_indices, num_known, best, *sizes, BLOCK=_BLOCK)
     _copy[(rows,)](
-        token_ids, stride, table_indices, num_known, num_drafts, best, parts,
-        PARTS=_PARTS, DRAFTS=_DRAFTS,
-    )  # fmt: skip
+        token_ids,
+        stride,
+        table_indices,
+        num_known,
+        num_drafts,
+        best,
+        parts,
+        PARTS=_PARTS,
+        DRAFTS=_DRAFTS,
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
@@ -69,9 +76,16 @@ def _find(
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _copy(
-    token_ids, stride, table_indices, num_known, num_drafts, best, num_parts,
-    PARTS: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
+    token_ids,
+    stride,
+    table_indices,
+    num_known,
+    num_drafts,
+    best,
+    num_parts,
+    PARTS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
     """Write the drafts of one row: the tokens after the best end, again and again."""
     row = tl.program_id(0).to(tl.int64)
     tokens = token_ids + tl.load(table_indices + row) * stride
