@@ -29,7 +29,7 @@ tests: $(VENV)/.dev
 
 test-all: $(VENV)/.dev sanitize  ## what `make test` leaves out: sanitizers, and the long tests
 	EVERY_CASE=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m long
-	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (other_kinds or gated_rms or add_lora)) and not compile" tests/kernels/triton
+	SIMULATED_GPU=90 $(BIN)/python -m pytest -n 2 -k "(bfloat16 or float32 and (rms_norm or add_lora)) and not compile" tests/kernels/triton
 
 sanitize: $(VENV)/.dev  ## run the C kernels under the sanitizers of memory, arithmetic and threads
 	$(BIN)/python -m tools.sanitize

@@ -58,7 +58,7 @@ def child():
     gc.collect()
     llm.shutdown()
     gc.collect()
-    if kind == "alone":
+    if kind == "alone, then new":
         new = LLM(demo_model.MODEL, max_model_len=256, num_threads=2)
         assert new.generate(QUESTION, GREEDY, use_tqdm=False)[0].text == before
 
@@ -76,12 +76,12 @@ def exit_codes():
 
 def main():
     global llm, stream, before
-    if kind == "alone":
+    if kind.startswith("alone"):
         llm = LLM(demo_model.MODEL, max_model_len=256, num_threads=2)
     else:
         llm = AsyncLLM(demo_model.MODEL, max_model_len=256, tensor_parallel_size=2)
     before = generate()
-    if kind == "alone":
+    if kind.startswith("alone"):
         stream = llm.stream(QUESTION, GREEDY)
         next(stream)
     print(*exit_codes(), generate() == before, flush=True)
@@ -91,7 +91,10 @@ if __name__ == "__main__":  # a spawned rank imports this module again
 """
 
 
-@pytest.mark.parametrize("kind", ["alone", pytest.param("async on ranks", marks=pytest.mark.long)])
+SLOW = [pytest.param(k, marks=pytest.mark.long) for k in ("alone, then new", "async on ranks")]
+
+
+@pytest.mark.parametrize("kind", ["alone", *SLOW])
 def test_forked_process_gets_an_error(kind: str, tmp_path: Path) -> None:
     """Symptom: a child that generates hangs for ever, with a new engine, too; one that exits kills
     its parent's ranks.

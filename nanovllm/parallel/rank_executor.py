@@ -107,7 +107,12 @@ class RankExecutor:
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.check_health()
         self._send(Command(function, arguments), self._all)
-        results = [self._command_result(rank) for rank in self._all]
+        try:
+            results = [self._command_result(rank) for rank in self._all]
+        except BaseException:  # Ctrl-C: a later command would take the answers to this one
+            if self._dead is None:
+                self._kill("interrupted while the ranks answered; make a new LLM")
+            raise
         for result in results:
             if result.error is not None:
                 raise result.error
@@ -149,8 +154,8 @@ class RankExecutor:
                 self.ranks.send(rank, content)
         except OSError:
             self._die("a worker process died")
-        except BaseException:  # some ranks have the message and some do not
-            self._kill("the ranks were not all told what to do; make a new LLM")
+        except BaseException:  # Ctrl-C: some ranks have the message and some do not
+            self._kill("interrupted while the ranks were being told what to do; make a new LLM")
             raise
 
     def _receive(self, rank: int) -> Any:
@@ -164,6 +169,9 @@ class RankExecutor:
                     status, value = self.ranks.receive(other)
                 except (EOFError, OSError):
                     continue
+                except BaseException:  # Ctrl-C: half of the message may still be on its way
+                    self._kill("interrupted while a rank answered; make a new LLM")
+                    raise
                 heard = True
                 if status == "error":
                     self._die(str(value), value)

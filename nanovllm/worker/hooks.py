@@ -50,8 +50,8 @@ class StepRunner(ABC):
 class RowNeeds(NamedTuple):
     """What a part needs of the forward pass of some rows."""
 
-    indices: Seq[int] | None = ()  # in the batch, of the tokens whose hidden states are needed
-    read: Callable[[torch.Tensor], None] | None = None  # takes them in this order; None: all
+    indices: Seq[int] | None = ()  # in the batch, of tokens whose hidden states are needed; None: all
+    read: Callable[[torch.Tensor], None] | None = None  # takes them, in this order
     # Whether no step runner may compute the rows. None can if one of the next two is given.
     by_layer: bool = False
     embeds: Replaced | None = None  # for `Batch.embeds`

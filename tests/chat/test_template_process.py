@@ -23,8 +23,7 @@ def grow(start: str, step: str, name: str = "ns") -> str:
     return "{% set " + name + " = namespace(x=" + start + ") %}" + loop
 
 
-NEST = grow("[1]", "[ns.x, ns.x]")
-"""A list whose text would have 2**99 digits."""
+NEST = grow("[1]", "[ns.x, ns.x]")  # a list whose text would have 2**99 digits
 OTHER_NEST = grow("[1]", "[other.x, other.x]", "other")
 
 

@@ -45,7 +45,7 @@ def test_a_prompt_far_too_long_costs_a_slice(
     assert len(text) > 2 * 8 * LIMIT
 
 
-@pytest.mark.parametrize("piece", ["word ", " " * 8, "<|im_end|>", "a" * 8, "日本", "\n" * 4])
+@pytest.mark.parametrize("piece", ["word ", " " * 8, "<|im_end|>", "日本"])
 def test_slices_refuse_nothing_that_fits(processor: InputProcessor, piece: str) -> None:
     """The longest text of each kind that fits is taken, and one token more is refused."""
     fits, too_long = 0, 2**16

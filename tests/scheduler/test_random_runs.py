@@ -108,7 +108,7 @@ class LayersMachine(HitsMachine):
 
 
 LayersMachine.TestCase.settings = settings(
-    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(160), stateful_step_count=40, deadline=None, derandomize=True
 )
 
 TestLayers = LayersMachine.TestCase

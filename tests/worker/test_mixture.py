@@ -46,7 +46,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return [random_prompt(rng, length) for length in lengths]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 16])
 def test_logits_are_those_of_float64(model: str, block_size: int) -> None:
     """Prompts in two mixed steps, cut inside windows, blocks and what a convolution remembers."""
     prompts = prompts_of([1, 2, 23, 64, 120])

@@ -94,7 +94,8 @@ class PageTransfers:
             for page in given & self._writes.keys():
                 write = self._writes.get(page)
                 if write is not None and write is not self._writing:
-                    self._queue.remove(write)
+                    with contextlib.suppress(ValueError):  # Ctrl-C kept it out of the queue
+                        self._queue.remove(write)
                     self._forget(write)
             loads = self._give_up(lambda part: not given.isdisjoint(part.pages))
             self._changed.wait_for(
@@ -137,6 +138,7 @@ class PageTransfers:
             for part in parts:
                 if self._writes.keys().isdisjoint(part.pages):  # otherwise it is already queued
                     write = _Write(part, mark)
+                    # In this order: even after Ctrl-C, `release` knows what is in the queue.
                     self._writes.update(dict.fromkeys(part.pages, write))
                     self._queue.append(write)
             self._changed.notify_all()

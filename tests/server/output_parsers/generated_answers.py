@@ -43,8 +43,7 @@ NESTED = ("it's", "print('x')", "f('a')['b']", "say 'no', then go", "g('a', 'b')
 """Strings whose quotes LFM2 does not escape. Those with a comma are clear only as an argument."""
 UNTYPED = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2")
 """Formats that leave the types of arguments to schemas."""
-_SAID = "\ue000"
-"""Stands in a tag that is said, so that it is taken for no token."""
+_SAID = "\ue000"  # stands in a tag that is said, so that it is taken for no token
 TAGS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[/THINK]"),
     *("<|python_tag|>", "<|tool_call>", "<tool_call|>", "<|channel>", "<|tool_call_end|>"),
@@ -58,10 +57,8 @@ class Answer(NamedTuple):
     """An answer of a model, and what it means."""
 
     text: str
-    started: bool
-    """Whether the prompt opens the reasoning."""
-    marked: tuple[str, ...]
-    """Tags that have TOKEN_MARK before them."""
+    started: bool  # whether the prompt opens the reasoning
+    marked: tuple[str, ...]  # tags that have TOKEN_MARK before them
     functions: list[TypedFunction]
     reasoning: str
     said: str
@@ -71,15 +68,11 @@ class Answer(NamedTuple):
 class Family(NamedTuple):
     """How one family of models writes."""
 
-    write: Callable[[Random, list[Call]], str] = lambda rng, calls: ""
-    """Returns calls as text."""
+    write: Callable[[Random, list[Call]], str] = lambda rng, calls: ""  # returns calls as text
     thought: ReasoningFormat | None = None
-    near_calls: tuple[str, ...] = ()
-    """Text that only looks like the beginning of a call."""
-    has_tag: bool = True
-    """Whether a call begins with a tag; else it begins a line."""
-    begins_answer: bool = False
-    """Whether nothing may stand before calls."""
+    near_calls: tuple[str, ...] = ()  # text that only looks like the beginning of a call
+    has_tag: bool = True  # whether a call begins with a tag; else it begins a line
+    begins_answer: bool = False  # whether nothing may stand before calls
     is_string: Callable[[str, bool], bool] = lambda text, is_marked: True
     """Whether a text can be a string in an argument, if tags are tokens or not."""
 
@@ -244,10 +237,13 @@ def python_value(rng: Random, given: Any, *, is_argument: bool = False) -> str:
     return rng.choice((repr(given), json.dumps(given)))
 
 
-def python_arguments(rng: Random, given: dict[str, Any]) -> str:
-    assign = rng.choice(("=", "=", " = "))
-    values = ((key, python_value(rng, item, is_argument=True)) for key, item in given.items())
-    return ", ".join(f"{key}{assign}{source}" for key, source in values)
+def python_calls(rng: Random, calls: list[Call]) -> list[str]:
+    sources = []
+    for name, given in calls:
+        assign = rng.choice(("=", "=", " = "))
+        values = ((key, python_value(rng, item, is_argument=True)) for key, item in given.items())
+        sources.append(f"{name}({', '.join(f'{key}{assign}{value}' for key, value in values)})")
+    return sources
 
 
 def pythonic(rng: Random, calls: list[Call]) -> str:
@@ -256,9 +252,14 @@ def pythonic(rng: Random, calls: list[Call]) -> str:
         if rng.random() < 0.1:
             source = ", ".join(json_call(rng, call) for call in group)
         else:
-            source = ", ".join(f"{name}({python_arguments(rng, given)})" for name, given in group)
+            source = ", ".join(python_calls(rng, group))
         blocks.append(f"<|tool_call_start|>[{source}]<|tool_call_end|>")
     return rng.choice(("\n", "")).join(blocks)
+
+
+def written(item: Any) -> str:
+    """Return a value as it stands in tags."""
+    return item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
 
 
 def tagged(rng: Random, calls: list[Call]) -> str:
@@ -272,11 +273,10 @@ def tagged(rng: Random, calls: list[Call]) -> str:
                 source += f"{as_json(rng, arguments)}\n</function>\n"
                 continue
             for key, item in arguments.items():
-                written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
-                if isinstance(item, bool | None) and rng.random() < 0.5:
-                    written = str(item)
+                is_python = isinstance(item, bool | None) and rng.random() < 0.5
+                value_text = str(item) if is_python else written(item)
                 closing = rng.choice(("</parameter>\n", "</parameter>\n", ""))
-                source += f"<parameter={quote}{key}{quote}>\n{written}\n{closing}"
+                source += f"<parameter={quote}{key}{quote}>\n{value_text}\n{closing}"
             source += "</function>\n"
         opening = rng.choice(("<tool_call>\n", "<tool_call>\n", "<tool_call><tool_call>", ""))
         blocks.append(f"{opening}{source}{'</tool_call>' if opening else ''}")
@@ -327,8 +327,7 @@ def glm(rng: Random, calls: list[Call]) -> str:
         line = rng.choice(("\n", "\n", ""))
         source = f"{repeated(rng, '<tool_call>')}{name}{line}"
         for key, item in arguments.items():
-            written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
-            source += f"<arg_key>{key}</arg_key>{line}<arg_value>{written}</arg_value>{line}"
+            source += f"<arg_key>{key}</arg_key>{line}<arg_value>{written(item)}</arg_value>{line}"
         blocks.append(f"{source}</tool_call>")
     return rng.choice(("\n", "")).join(blocks)
 
@@ -340,8 +339,7 @@ def minimax(rng: Random, calls: list[Call]) -> str:
         for name, arguments in group:
             source += f'<invoke name="{name}">\n'
             for key, item in arguments.items():
-                written = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
-                source += f'<parameter name="{key}">{written}</parameter>\n'
+                source += f'<parameter name="{key}">{written(item)}</parameter>\n'
             source += "</invoke>\n"
         opening = rng.choice(("<minimax:tool_call>\n", "<minimax:tool_call>\n", ""))
         blocks.append(f"{opening}{source}{'</minimax:tool_call>' if opening else ''}")
@@ -384,18 +382,16 @@ def nemotron(rng: Random, calls: list[Call]) -> str:
 
 
 def minicpm(rng: Random, calls: list[Call]) -> str:
-    lines = [f"{name}({python_arguments(rng, given)})" for name, given in calls]
-    return "\n".join(("<|tool_call_start|>", "```python", *lines, "```", "<|tool_call_end|>"))
+    lines = ("```python", *python_calls(rng, calls), "```")
+    return "\n".join(("<|tool_call_start|>", *lines, "<|tool_call_end|>"))
 
 
 def llama_pythonic(rng: Random, calls: list[Call]) -> str:
-    source = ", ".join(f"{name}({python_arguments(rng, given)})" for name, given in calls)
-    return f"{rng.choice(('', '<|python_tag|>'))}[{source}]"
+    return f"{rng.choice(('', '<|python_tag|>'))}[{', '.join(python_calls(rng, calls))}]"
 
 
 def olmo(rng: Random, calls: list[Call]) -> str:
-    lines = [f"{name}({python_arguments(rng, given)})" for name, given in calls]
-    return "\n".join(("<function_calls>", *lines, "</function_calls>"))
+    return "\n".join(("<function_calls>", *python_calls(rng, calls), "</function_calls>"))
 
 
 def schema_of(rng: Random, arguments: list[dict[str, Any]]) -> dict[str, Any]:
@@ -551,8 +547,7 @@ def muse_answer(rng: Random) -> Answer:
     for name, arguments in calls:
         source = ""
         for key, item in arguments.items():
-            written = item if isinstance(item, str) else json.dumps(item)
-            source += f'<atem:parameter name="{key}">{written}</atem:parameter>\n'
+            source += f'<atem:parameter name="{key}">{written(item)}</atem:parameter>\n'
         source = f'<atem:invoke name="{name}">\n{source}</atem:invoke>'
         source = f"<atem:function_calls>\n{source}\n</atem:function_calls>"
         messages.append(f" to={name}{message}{source}{rng.choice((end, end_of_turn))}")

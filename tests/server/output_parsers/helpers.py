@@ -16,8 +16,7 @@ from nanovllm.apps.server.output_parsers.tool_calls import ToolCallParser
 from nanovllm.apps.server.output_parsers.tool_formats import MISTRAL_ARGS, TOOL_FORMATS
 from nanovllm.options.sampling_params import TOKEN_MARK
 
-Answer = list[str | tuple[str, str]]
-"""Pieces of text, and calls as (name, arguments), in order."""
+Answer = list[str | tuple[str, str]]  # pieces of text, and calls as (name, arguments), in order
 
 
 def make_parser(
@@ -87,8 +86,7 @@ class Split(NamedTuple):
 
     reasoning: str
     text: str
-    calls: list[tuple[str, str]]
-    """As (name, arguments)."""
+    calls: list[tuple[str, str]]  # as (name, arguments)
 
 
 def split(parts: list[Part]) -> Split:

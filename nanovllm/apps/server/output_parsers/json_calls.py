@@ -33,11 +33,8 @@ class LlamaParser(HermesParser):
     """
 
     only_known_keys = True
-
-    def _find(self) -> tuple[int, int] | None:
-        start = "" if self._has_sent_text else r"|\A\s*(?=[\[{])"
-        match = re.search(rf"{re.escape(self._opening)}{start}|\n[ \t]*(?=[\[{{])", self._text)
-        return None if match is None else match.span()
+    at_start = r"\A\s*(?=[\[{])"
+    in_line = r"\n[ \t]*(?=[\[{])"
 
 
 class MistralParser(ToolCallParser):

@@ -493,11 +493,7 @@ class LlamaPythonicParser(PythonicParser):
     """[f(key=value), g()] at the start of an answer; Llama 3.2 with a template that asks for it."""
 
     only_known_keys = True
-
-    def _find(self) -> tuple[int, int] | None:
-        start = "" if self._has_sent_text else r"|\A\s*(?=\[)"
-        match = re.search(rf"{re.escape(self._opening)}{start}", self._text)
-        return None if match is None else match.span()
+    at_start = r"\A\s*(?=\[)"
 
 
 class OlmoParser(PythonicParser):

@@ -48,6 +48,8 @@ class ToolCallParser(PartsReader):
 
     other_openings: ClassVar[tuple[str, ...]] = ()
     """What calls may begin with besides the first tag."""
+    at_start: ClassVar[str] = ""  # what may come before a call without a tag that begins an answer
+    in_line: ClassVar[str] = ""  # likewise before one that begins a line
     name_keys: ClassVar[tuple[str, ...]] = ("name",)
     """What the name is called in a call that is JSON."""
     only_known_keys: ClassVar[bool] = False  # whether an object with further keys is not a call
@@ -72,9 +74,11 @@ class ToolCallParser(PartsReader):
 
     def _find(self) -> tuple[int, int] | None:
         """Return where in the unread text the opening of a call begins and ends."""
-        found = [(self._text.find(tag), tag) for tag in self._openings]
-        places = [(begin, begin + len(tag)) for begin, tag in found if begin >= 0]
-        return min(places, default=None)
+        patterns = [*map(re.escape, self._openings), self.in_line]
+        if not self._has_sent_text:
+            patterns.append(self.at_start)
+        match = re.search("|".join(filter(None, patterns)), self._text)
+        return None if match is None else match.span()
 
     @abstractmethod
     def _calls(self) -> Steps[None]:
