@@ -66,6 +66,7 @@ def reference() -> Callable[[list[int]], torch.Tensor]:
     return run
 
 
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_transformers(
     exact: LLM, reference: Callable[[list[int]], torch.Tensor]
 ) -> None:
@@ -80,6 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(
         assert output.token_ids == expected.tolist(), text
 
 
+@pytest.mark.long
 def test_logprobs_are_those_of_transformers(
     exact: LLM, reference: Callable[[list[int]], torch.Tensor]
 ) -> None:

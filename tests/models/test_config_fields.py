@@ -241,6 +241,7 @@ def is_far(found: Any) -> bool:
     return isinstance(found, float) and not found <= TOLERANCE
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("architecture", "field", "value", "refused"),
     [
