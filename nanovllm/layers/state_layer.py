@@ -1,4 +1,4 @@
-"""`StateLayer`, the base of layers that keep a state for each sequence, and the simplest of them."""
+"""`StateLayer`, the base of layers with a state for each sequence, and the simplest of them."""
 
 from collections.abc import Sequence
 

@@ -47,7 +47,16 @@ TEXTS = (Sequence[str], tuple[str, ...])
 JOINED = ("served_model_name",)
 """Fields that hold several names with commas between."""
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}
+SHORT_FLAGS = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
+    "quantization": "-q",
+    "optimization_level": "-O",
+    "compilation_config": "-cc",
+    "speculative_config": "-sc",
+}
 """By option: vLLM's short flag."""
 
 

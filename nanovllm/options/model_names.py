@@ -10,16 +10,26 @@ from nanovllm.errors import CheckpointError
 
 _EXAMPLES = {
     "deepseek": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    "ernie": "baidu/ERNIE-4.5-0.3B-PT",
+    "exaone": "LGAI-EXAONE/EXAONE-4.0-1.2B",
     "gemma": "google/gemma-3-1b-it",
     "gpt-oss": "openai/gpt-oss-20b",
+    "granite": "ibm-granite/granite-4.0-1b",
+    "hunyuan": "tencent/Hunyuan-0.5B-Instruct",
+    "lfm": "LiquidAI/LFM2-1.2B",
     "llama": "meta-llama/Llama-3.2-1B-Instruct",
     "meta-llama": "meta-llama/Llama-3.2-1B-Instruct",
+    "ministral": "mistralai/Ministral-3-3B-Instruct-2512",
     "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "olmo": "allenai/OLMo-2-0425-1B-Instruct",
     "phi": "microsoft/Phi-4-mini-instruct",
     "qwen": "Qwen/Qwen3-0.6B",
+    "seed-oss": "ByteDance-Seed/Seed-OSS-36B-Instruct",
     "smollm": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
-"""A hub id of each family whose names without an owner people type, by their beginnings."""
+"""A hub id of each family, by what its models' names begin with."""
 _FAMILY = re.compile(rf"({'|'.join(sorted(_EXAMPLES, reverse=True))})(?![a-z])", re.IGNORECASE)
 _SIZE = re.compile(r"[a-z][\w.-]*[-:]\d+(\.\d+)?[bm]([-.:_]\S*)?", re.IGNORECASE)
 """Names that end, or nearly so, in a number of parameters: nous-hermes-2-7b, command-r:35b."""

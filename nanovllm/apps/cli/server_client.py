@@ -42,7 +42,7 @@ def find_server(url: str, api_key: str | None = None) -> httpx.Client:
         is_sound = parts.hostname and parts.port != 0 and "@" not in parts.netloc
     except ValueError:
         is_sound = False
-    if not is_sound or not re.fullmatch(r"https?://[^?#\s]+", url, re.IGNORECASE | re.ASCII):
+    if not is_sound or not re.fullmatch(r"https?://(?![^?#]*[?#])[!-~]+", url, re.IGNORECASE):
         rule = "the server's URL must be like http://127.0.0.1:8000, without a query"
         raise ConfigError(f"{rule}, got {shown(url)}")
     headers = {"Accept-Encoding": "identity"}
@@ -100,6 +100,9 @@ def server_source(server: httpx.Client, model: str, fields: Mapping[str, Any]) -
         request = server.stream("POST", "/v1/chat/completions", json=body)
         with _errors(server), request as response:
             _check_status(response)
+            kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
+            if kind != "text/event-stream":
+                raise ServerError(f"{server.base_url} does not stream its answers")
             for data in events(response.iter_raw()):
                 text, thought, reason, num_tokens = read_event(data)
                 end = reason or end
@@ -151,7 +154,7 @@ def read_event(data: str) -> tuple[str, str, str | None, int]:
         text = delta.get("content") or ""
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         reason = choice.get("finish_reason")
-        num_tokens = (event.get("usage") or {}).get("completion_tokens", 0)
+        num_tokens = (event.get("usage") or {}).get("completion_tokens") or 0
         if all(isinstance(each, str) for each in (text, thought, reason or "")):
             return text, thought, reason, int(num_tokens)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):

@@ -5,7 +5,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -399,13 +399,34 @@ _KEYWORDS: dict[str, tuple[type, str]] = {
 """What the value of each keyword must be, unless it is empty."""
 
 
+_READ = {*_KEYWORDS, "type", "items", "additionalProperties", "not"}
+_MAX_SHOWN = 200
+
+
+class _Place(NamedTuple):
+    """Where a value stands in a request: the place around it, and the last step."""
+
+    outer: "_Place | None"
+    step: str
+
+    def text(self) -> str:
+        steps = []
+        place: _Place | None = self
+        while place is not None:
+            steps.append(place.step)
+            place = place.outer
+        text = "".join(reversed(steps))
+        return text if len(text) <= _MAX_SHOWN else f"{text[:80]}...{text[-80:]}"
+
+
 def check_keywords(schema: Any, field: str) -> None:
     """Refuse a tool's schema with a keyword whose value has the wrong type."""
-    unread = [(field, schema)]
+    # A place is the one around it and the last step there: long names are not copied.
+    unread: list[tuple[_Place, Any]] = [(_Place(None, field), schema)]
     while unread:
         place, part = unread.pop()
         for key, value in part.items() if isinstance(part, dict) else ():
-            at = f"{place}.{key}"
+            at = _Place(place, f".{key}") if key in _READ else place
             kind, rule = _KEYWORDS.get(key, (object, ""))
             is_right = isinstance(value, kind)
             if key == "type":
@@ -413,11 +434,11 @@ def check_keywords(schema: Any, field: str) -> None:
                 names = value if isinstance(value, list) else [value]
                 is_right = all(isinstance(name, str) for name in names)
             if value and not is_right:
-                raise refused(at, f"{at} must be {rule}, got {shown(value)}")
+                raise refused(at.text(), f"{at.text()} must be {rule}, got {shown(value)}")
             if kind is dict and value:
-                unread += [(f"{at}.{name}", each) for name, each in value.items()]
+                unread += [(_Place(at, f".{name:.80}"), each) for name, each in value.items()]
             elif rule == "a list of schemas" and value:
-                unread += [(f"{at}[{index}]", each) for index, each in enumerate(value)]
+                unread += [(_Place(at, f"[{index}]"), each) for index, each in enumerate(value)]
             elif key in ("items", "additionalProperties", "not"):
                 unread.append((at, value))
 
