@@ -35,9 +35,7 @@ def views(data: Seq[bytes]) -> list[memoryview]:
 
 
 def write(store: DirectoryStore, number: int, sizes: Seq[int] = (PAGE,)) -> None:
-    """Write an entry, then tidy up, as the thread that writes does."""
     store.write(key(number), views(pages(number, sizes)))
-    store.tidy()
 
 
 def read(store: DirectoryStore, of_key: bytes, sizes: Seq[int] = (PAGE,)) -> list[bytes] | None:

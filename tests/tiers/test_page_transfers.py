@@ -3,7 +3,9 @@
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +44,6 @@ class SlowStore:
         self.begun.append(key)
         assert self.gate.wait(SECONDS)
         self.entries[key] = [bytes(buffer) for buffer in buffers]
-
-    def tidy(self) -> None:
-        assert self.gate.wait(SECONDS)
 
     def close(self) -> None:
         self.closed = True
@@ -217,3 +216,26 @@ def in_thread(work: Callable[[], object]) -> threading.Event:
 
     threading.Thread(target=run, daemon=True).start()
     return done
+
+
+def test_an_interrupt_leaves_no_write_that_nobody_knows(
+    pool: KVPool, store: SlowStore, moves: PageTransfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: after Ctrl-C a page that has been reused is written under the key of before."""
+
+    class Interrupted(deque[Any]):
+        def append(self, write: Any) -> None:
+            raise KeyboardInterrupt
+
+    class Late(dict[int, Any]):
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    for name, value in (("_queue", Interrupted()), ("_writes", Late())):
+        with monkeypatch.context() as patch:
+            patch.setattr(moves, name, value)
+            with pytest.raises(KeyboardInterrupt):
+                moves.write([stored(b"key", 2)])
+            moves.release([2])
+            assert not moves._queue
+            assert not moves._writes

@@ -135,9 +135,13 @@ class DirectoryStore(ByteStore):
         self._warned = False
         self._evictor.added(num_bytes)
 
-    def tidy(self) -> None:
-        """Remove as many entries as the limit asks for, if it is time to look."""
-        self._evictor.tidy()
+    def settle(self) -> None:
+        """Wait until as many entries are removed as the limit asks for."""
+        self._evictor.settle()
+
+    def close(self) -> None:
+        """Let the store go. Entries stay."""
+        self._evictor.close()
 
     def _place(self, key: bytes) -> tuple[str, str]:
         """Return the directory of a key's file, and the file."""
@@ -328,9 +332,6 @@ class CheckedStore(ByteStore):
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
         self._asked("write()", self._store.write, key, buffers)
-
-    def tidy(self) -> None:
-        self._asked("tidy()", self._store.tidy)
 
     def close(self) -> None:
         self._asked("close()", self._store.close)

@@ -6,10 +6,12 @@ at the same time.
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +25,14 @@ _GROUP = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"([0-9a-f]{2})+")
 _TEMPORARY = re.compile(r"tmp-[0-9a-f]{32}")
 """All other names in the directory are not ours: such files are neither counted nor removed."""
-_DISK_BLOCK = 4096  # what a file system gives a file is a multiple of it
+_DISK_BLOCK = 4096
+"""What a file system gives a file is a multiple of it."""
 _EMPTY_SECONDS = 3600.0
 
 
 class _Entry(NamedTuple):
-    mtime_ns: int  # when it was last used
+    mtime_ns: int
+    """When it was last used."""
     path: str
     num_bytes: int
 
@@ -39,9 +43,9 @@ def bytes_on_disk(num_bytes: int) -> int:
 
 
 class Evictor:
-    """Adds up the bytes in a directory, and removes entries when needed. For one thread.
+    """Adds up the bytes in a directory, and removes entries in a separate thread when needed.
 
-    It scans the directory after the first write, and whenever this process has written 1/16 of the
+    It scans the directory at the first write, and whenever this process has written 1/16 of the
     limit: so a scan pays for many writes. It then removes entries down to 7/8, or to where the
     largest entry fits in. What others write in between it does not see: two processes stay within
     the limit together.
@@ -50,37 +54,74 @@ class Evictor:
     def __init__(self, root: Path, limit_bytes: int) -> None:
         self._root = root
         self._limit = limit_bytes
+        self._lock = threading.Lock()
         self._total = 0  # at the last scan, and what this process has written since
-        self._unscanned = 0  # of it, written since
-        self._is_due = True  # a scan is
+        self._unscanned: int | None = None  # of it, written since; None: there was no scan
         self._largest = 0  # the largest file so far
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a file of `num_bytes` fits in now; if not, the next `tidy` makes room."""
+        """Return whether a file of `num_bytes` fits in now; if not, begin to remove others."""
         size = bytes_on_disk(num_bytes)
         if size > self._limit:
             return False
-        self._largest = max(self._largest, size)
-        fits = self._total + size <= self._limit
-        self._is_due |= not fits
-        return fits
+        with self._lock:
+            self._largest = max(self._largest, size)
+            if self._total + size <= self._limit:
+                return True
+            self._start()
+            return False
 
     def added(self, num_bytes: int) -> None:
-        """Count a new file."""
-        self._total += bytes_on_disk(num_bytes)
-        self._unscanned += bytes_on_disk(num_bytes)
-        self._is_due |= self._unscanned >= self._limit // 16
+        """Count a new file; begin to remove others if it is time."""
+        with self._lock:
+            self._total += bytes_on_disk(num_bytes)
+            if self._unscanned is not None:
+                self._unscanned += bytes_on_disk(num_bytes)
+            if self._due():
+                self._start()
 
-    def tidy(self) -> None:
-        """Scan the directory if it is time, and remove what is too much."""
-        if not self._is_due or not self._largest:
-            return
+    def settle(self) -> None:
+        """Wait for the thread, if it runs."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def close(self) -> None:
+        """End the thread soon. The garbage collector may call this in any thread, also in that."""
+        self._closed = True
+        self.settle()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="kv-evict", daemon=True)
+            self._thread.start()
+
+    def _due(self) -> bool:
+        return self._unscanned is None or self._unscanned >= self._limit // 16
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                before = self._total
+            total = self._scan_and_remove()
+            with self._lock:
+                written = self._total - before
+                self._total = total + written
+                self._unscanned = written
+                if self._closed or not self._due():
+                    self._thread = None
+                    return
+
+    def _scan_and_remove(self) -> int:
+        """Return the bytes of what stays."""
         low = self._limit - max(self._limit // 8, self._largest)
-        entries = sorted(_entries(self._root))
+        entries = list(itertools.takewhile(lambda _: not self._closed, _entries(self._root)))
         total = sum(entry.num_bytes for entry in entries)
         removed = 0
-        for entry in entries:
-            if total <= low:
+        for entry in sorted(entries):
+            if total <= low or self._closed:
                 break
             try:
                 os.unlink(entry.path)
@@ -92,9 +133,7 @@ class Evictor:
             removed += 1
             total -= entry.num_bytes
         logger.debug("%s: %d of %d entries removed", self._root, removed, len(entries))
-        self._total = total
-        self._unscanned = 0
-        self._is_due = False
+        return total
 
 
 def _entries(root: Path) -> Iterator[_Entry]:

@@ -270,5 +270,4 @@ class PageTransfers:
             self._writing = None
             self._forget(write)
             self._changed.notify_all()
-        store.tidy()
         return True

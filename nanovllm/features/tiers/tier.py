@@ -40,9 +40,6 @@ class ByteStore(ABC):
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
         """Keep an entry, if there is room. The buffers' memory is used again after the call."""
 
-    def tidy(self) -> None:  # noqa: B027
-        """Make room for later entries. Called after a write, when no step waits for its pages."""
-
     def close(self) -> None:  # noqa: B027
         """Let the store go. Entries stay."""
 
