@@ -329,7 +329,9 @@ def run_all(commands: Iterator[Callable[[], Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "num_read"), [(os.remove, 0), (truncate, 1), (os.utime, None)], ids=str
+    ("change", "num_read"),
+    [(os.remove, 0), (truncate, 1), (os.utime, None)],
+    ids=["removed", "cut", "touched"],
 )
 def test_files_that_change(
     change: Callable[[Path], None],
