@@ -71,7 +71,6 @@ def run(hub: Hub, tmp_path: Path) -> Run:
     ("command", "instead"),
     [
         ("pull --revision v2 org/tiny", "hf download OWNER/NAME"),
-        ("show org/tiny", "hf cache ls"),
         ("rm org/tiny", "hf cache rm model/OWNER/NAME"),
     ],
 )

@@ -118,6 +118,9 @@ def test_urls(url: str, expected: str) -> None:
             "http://user:secret@a",
             "http://a\r\nX: y",
             "http://[::1",
+            "http://[v1.x]/",
+            "http://a\x01b",
+            "http://ü-.de",
             "http://a/?b=c",
             "http://a/#b",
         ),
@@ -281,7 +284,7 @@ def test_reasoning_is_shown_and_not_sent_back(chat: Chat) -> None:
             "the server answers 400: the prompt has 600 tokens (/reset starts a new conversation)",
         ),
         ([(0.0, whole(401, {"error": {"message": "bad key"}}))], "the server answers 401: bad key"),
-        ([(0.0, whole(200, {"choices": []}))], "the server broke off its answer: no reason is giv"),
+        ([(0.0, whole(200, {"choices": []}))], "the server does not stream its answer: Content-T"),
         ([(0.0, REDIRECT)], "the server answers 302: without a reason"),
         ([], "the server broke off its answer: Server disconnected without sending a response."),
         (

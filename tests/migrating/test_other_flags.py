@@ -28,7 +28,9 @@ from nanovllm.vllm import EngineArgs, FlexibleArgumentParser
         ("serve m --lora-modules a=/b --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --cors-origins * --max-num-seqs 0", "must be an integer from 1 to"),
         ("serve m --data-parallel-size 2", "is not supported: use --tensor-parallel-size"),
-        ("serve m -dp 2", "there is no flag -dp "),
+        ("serve m -dp 2", "-dp 2 is not supported: use --tensor-parallel-size"),
+        ("serve m -O0", "-O 0 is not supported: CUDA graphs are captured for all sizes"),
+        ("serve m -ep", "-ep is not supported: each rank has a part of every expert"),
         ("serve m --swap-spac 4", "there is no flag --swap-spac "),
         ("serve m --max-model-len 1.5K", "must be an integer, got '1.5K'"),
         (
@@ -56,6 +58,7 @@ LISTS = {
     "--api-key k x/m y/n": {"api_keys": ["k"], "models": ["x/m", "y/n"]},
     "x/m --port 1 y/n": {"models": ["x/m", "y/n"]},
     "m --cors-origins=* null -- n": {"cors_origins": ["*", "null"], "models": ["m", "n"]},
+    "m -O3 -dp 1": {"models": ["m"]},
     'm --logits-rules ["a:B","c:D"]': {"logits_rules": ["a:B", "c:D"]},
     "m --logits-rules a:B": {"logits_rules": ["a:B"]},
     "m --max-model-len 8k": {"max_model_len": 8000},

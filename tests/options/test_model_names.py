@@ -11,6 +11,7 @@ from nanovllm.options.model_names import hub_name, looks_like_model
     "word",
     [
         *("llama3.2", "qwen3:0.6b", "Mistral-7B", "gpt-oss", "gpt-oss:20b", "phi4", "smollm2"),
+        *("lfm2", "olmo2", "granite-4", "ministral-3b", "exaone4", "hunyuan-0.5b", "ernie-4.5"),
         *("gemma3:latest", "Meta-Llama-3-8B-Instruct", "command-r:35b", "nous-hermes-2-7b.Q4_K_M"),
     ],
 )

@@ -1,13 +1,14 @@
 """Schemas of tools are bounded and checked before anything is made of them."""
 
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
 from pydantic_core import PydanticCustomError
 
 from nanovllm import AsyncLLM
-from nanovllm.apps.server.protocol import MAX_VALUES, check_size
+from nanovllm.apps.server.protocol import MAX_VALUES, check_keywords, check_size
 from tests.server.conftest import Running, running
 
 CHAT = "/v1/chat/completions"
@@ -100,3 +101,13 @@ def test_names_in_a_form_are_fields_only(tagged: Running, name: str) -> None:
     reply = tagged.send(CHAT, given)
     assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
     assert f"has no field '{name}'" in reply.error["message"]
+
+
+def test_a_long_name_is_not_copied() -> None:
+    """Symptom: a name of 1.5 MB with 16,000 properties took 24 GB."""
+    schema = {"properties": {"k" * 2**16: {"properties": {str(i): {} for i in range(2000)}}}}
+    tracemalloc.start()
+    check_keywords(schema, "parameters")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**22

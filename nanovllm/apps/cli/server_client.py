@@ -39,8 +39,9 @@ def find_server(url: str, api_key: str | None = None) -> httpx.Client:
     """
     try:
         parts = urlsplit(url)
+        httpx.URL(url)
         is_sound = parts.hostname and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:
+    except (ValueError, httpx.InvalidURL):
         is_sound = False
     if not is_sound or not re.fullmatch(r"https?://(?![^?#]*[?#])[!-~]+", url, re.IGNORECASE):
         rule = "the server's URL must be like http://127.0.0.1:8000, without a query"
@@ -102,7 +103,8 @@ def server_source(server: httpx.Client, model: str, fields: Mapping[str, Any]) -
             _check_status(response)
             kind = response.headers.get("Content-Type", "").partition(";")[0].strip()
             if kind != "text/event-stream":
-                raise ServerError(f"{server.base_url} does not stream its answers")
+                rule = "the server does not stream its answer: Content-Type must be"
+                raise ServerError(f"{rule} text/event-stream, got {shown(kind)}")
             for data in events(response.iter_raw()):
                 text, thought, reason, num_tokens = read_event(data)
                 end = reason or end

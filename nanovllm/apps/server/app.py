@@ -33,7 +33,7 @@ _ERROR: dict[str, Any] = {"model": Error, "description": "Error"}
 ROUTERS = (
     *(chat.router, completions.router, generate.router, responses.router, messages.router),
     *(pooling.router, tokens.router, control.adapter_router, info.router, pages.router),
-    responses.stored_router,
+    *(info.models_router, responses.stored_router),
 )
 
 

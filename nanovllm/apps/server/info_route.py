@@ -25,7 +25,7 @@ _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """What is in the names of architectures that write text."""
 
 router = APIRouter(tags=["server"])
-_models = APIRouter(tags=["models"], route_class=JSONRoute)  # the list may be long
+models_router = APIRouter(tags=["models"], route_class=JSONRoute)  # the list may be long
 
 
 @router.head("/health", include_in_schema=False)  # monitors and load balancers ask so
@@ -67,7 +67,7 @@ async def metrics(request: Request) -> Response:
     return Response(await state_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-@_models.get("/v1/models")
+@models_router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """List the model and its adapters."""
     server = state_of(request)
@@ -77,14 +77,11 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": cards}
 
 
-@_models.get("/v1/models/{model:path}")
+@models_router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """Describe the model."""
     server = state_of(request)
     return _card(server, server.check_model(model), server.name_in_answer(model))
-
-
-router.include_router(_models)
 
 
 def _card(
