@@ -37,7 +37,7 @@ typedef struct {
 static void load_taps(const bf16 *weight, ptrdiff_t taps, ptrdiff_t channels, float *weights) {
     ptrdiff_t c = 0;
     for (; taps == 4 && c + VL <= channels; c += VL) {
-        vf begin = load((const float *)(weight + 4 * c)), end = load((const float *)(weight + 4 * c + 2 * VL));
+        vf begin = load_halves(weight + 4 * c), end = load_halves(weight + 4 * c + 2 * VL);
         vu first = (vu)shuffle2(begin, end, lanes() * 2), second = (vu)shuffle2(begin, end, lanes() * 2 + 1);
         store(weights + c, (vf)(first << 16));
         store(weights + CHANNELS + c, (vf)(first & 0xffff0000));

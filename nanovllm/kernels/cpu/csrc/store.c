@@ -89,7 +89,7 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
     bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
     for (ptrdiff_t i = 0; i < c->width; i += 2 * VL) {
         vf pairs[VL];
-        for (int j = 0; j < VL; j++) pairs[j] = load((const float *)(key + j * c->width + i));
+        for (int j = 0; j < VL; j++) pairs[j] = load_halves(key + j * c->width + i);
         transpose(pairs);
         for (int j = 0; j < VL; j++) store((float *)(k + (i + 2 * j) * PANEL), pairs[j]);
     }

@@ -94,7 +94,7 @@ INLINE void pack_rows(int rows, const bf16 *x, ptrdiff_t ldx, ptrdiff_t k, opera
     for (ptrdiff_t i = 0; i < k; i += 2 * VL) {
         vf pairs[VL];
 #pragma GCC unroll 16
-        for (int r = 0; r < VL; r++) pairs[r] = r < rows ? load((const float *)(x + r * ldx + i)) : (vf){0};
+        for (int r = 0; r < VL; r++) pairs[r] = r < rows ? load_halves(x + r * ldx + i) : (vf){0};
         transpose(pairs);
 #pragma GCC unroll 16
         for (int j = 0; j < VL; j++)

@@ -44,6 +44,7 @@ typedef int8_t quarter_vb __attribute__((vector_size(VL), aligned(1), may_alias)
 
 INLINE vf broadcast(float x) { return (vf)BROADCAST(x); }
 INLINE vf load(const float *p) { return *(const vf *)p; }
+INLINE vf load_halves(const uint16_t *p) { return (vf) * (const vs *)p; } /* VL pairs of bfloat16 */
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
 INLINE vf blend(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
@@ -142,8 +143,7 @@ INLINE void turn_square(const uint16_t *from, ptrdiff_t pairs, uint16_t *to) {
         for (int pair = 0; pair < 16; pair += VL) {
             vf rows[VL];
 #pragma GCC unroll 16
-            for (int i = 0; i < VL; i++)
-                rows[i] = pair + i < pairs ? load((const float *)(from + (pair + i) * 64 + output * 2)) : (vf){0};
+            for (int i = 0; i < VL; i++) rows[i] = pair + i < pairs ? load_halves(from + (pair + i) * 64 + output * 2) : (vf){0};
             transpose(rows);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i += 2) {
