@@ -54,6 +54,7 @@ def test_processes_write_read_and_evict_side_by_side(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], printed
     assert all(int(text) > 0 for text in printed)
     assert most <= LIMIT * 1.25  # each sees what the others wrote at its next scan
+    store.settle()
     held = [number for number in range(churn.NUMBERS) if holds(store, number, churn.SIZES)]
     assert len(held) == len(files(tmp_path)) > 10
 
@@ -75,6 +76,7 @@ def test_killed_writers_leave_whole_entries_or_nothing(tmp_path):
             exists = place(tmp_path, number).exists()
             assert holds(store, number, churn.SIZES) == store.has(key(number)) == exists
         write(store, 1000 + seed)
+        store.settle()
         assert not temporary(tmp_path)
         seed += 1
         assert seed < 40, "no process was killed within a write"
