@@ -10,21 +10,23 @@ from tools.trace import Run, figures, plain_run
 
 ROOT = Path(__file__).parent.parent
 LIMITS = {
-    "generate_files": 51,
+    "generate_files": 49,
     "generate_lines": 9_900,
     "generate_executed": 1_420,
-    "start_files": 104,
-    "start_lines": 18_600,
-    "start_executed": 4_750,
-    "imported_files": 134,
-    "imported_lines": 20_200,
+    "start_files": 99,
+    "start_lines": 18_400,
+    "start_executed": 4_700,
+    "imported_files": 127,
+    "imported_lines": 19_700,
+    "package_files": 460,
+    "package_lines": 76_500,
     "packed_per_1000": 1.0,
     "classes_made": 0,
     "free_outside": 0,
 }
-"""The figures of `tools.trace` with a tenth of slack, and room for swaps among the packed
-assignments. A change that needs more raises a limit, and its commit says why; nobody moves, splits
-or packs lines to meet one."""
+"""The figures of `tools.trace` with a few hundredths of slack, and room for swaps among the packed
+assignments and for what is planned in the package. A change that needs more raises a limit, and its
+commit says why; nobody moves, splits or packs lines to meet one."""
 
 
 @pytest.fixture(scope="module")

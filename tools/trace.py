@@ -132,15 +132,18 @@ def written() -> dict[str, float]:
         lines. classes_made: calls `type(name, bases, fields)`. free_outside: files that reach into
         another object's `_free`.
     """
-    lines = packed = made = outside = 0
+    files = lines = packed = made = outside = 0
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
+        files += 1
         lines += text.count("\n")
         nodes = [*ast.walk(ast.parse(text))]
         packed += sum(map(_is_packed, nodes))
         made += sum(_makes_class(node) for node in nodes)
         outside += any(_reaches_free(node) for node in nodes)
     return {
+        "package_files": files,
+        "package_lines": lines,
         "packed_per_1000": round(1000 * packed / lines, 2),
         "classes_made": made,
         "free_outside": outside,
