@@ -114,7 +114,7 @@ def test_serves_and_drains(tmp_path: Path) -> None:
         assert "KV cache of" in server.log
         assert server.send("/ready") == (200, {"status": "ready"})
         assert server.send("/v1/models")[1]["data"][0]["id"] == "mine"
-        later = Later(server, {**ENDLESS, "max_tokens": 600})
+        later = Later(server, {**ENDLESS, "max_tokens": 2000})
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert server.send("/health")[0] == 200
@@ -124,7 +124,7 @@ def test_serves_and_drains(tmp_path: Path) -> None:
             assert answer["error"]["code"] == "shutting_down"
         later.join()
         assert later.status == 200
-        assert later.answer["usage"]["completion_tokens"] == 600
+        assert later.answer["usage"]["completion_tokens"] == 2000
         assert server.process.wait(20) == 0
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log
         assert "Traceback" not in server.log
