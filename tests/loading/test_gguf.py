@@ -41,7 +41,6 @@ def answer(make_llm, model, **options):
     ]
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_each_type_is_its_own_dequantisation(make_llm, tmp_path, kind):
     """The rows of q and k are in llama.cpp's order, in which each type has whole blocks."""

@@ -440,7 +440,6 @@ def test_all_architectures_are_here():
 models = functools.cache(make_model)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers(case, tmp_path):
     model = models(case)

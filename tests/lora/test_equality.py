@@ -242,7 +242,6 @@ FAMILIES = ["qwen3_5_text 0", "phi3 0", "granitemoehybrid 0", "nemotron_h 0", "l
 """By default: mixers, merged linears of a checkpoint, families with other names."""
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", [*test_hybrids.CASES, *family_cases.CASES] if MANY else FAMILIES)
 def test_families(make_llm: Any, tmp_path: Path, case: str) -> None:
     """An adapter of each linear of transformers' model, by the names that it has there."""

@@ -57,7 +57,6 @@ def make(name, model, path):
     return make_modelopt(model, path, algorithm, COVER, in_old_file=in_old_file)
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_logits(name, family, tmp_path):
     stored, wide = make(name, save_family(tmp_path / "model", family), tmp_path)

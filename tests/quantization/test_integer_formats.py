@@ -49,7 +49,6 @@ def distance(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("name", "family"), pairs())
 def test_logits(name, family, models, tmp_path, caplog):
     """In float32 those of the dequantised weights; in bfloat16 near them, in the kept bits.
