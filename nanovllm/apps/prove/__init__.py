@@ -33,7 +33,7 @@ class ProveOptions:
     lora_modules: Annotated[Seq[str], check_texts] = ()
     """LoRA adapters that requests take in turn, after the model alone; each name=path."""
     output: Annotated[str | None, check_path, "a file or None"] = None
-    """File for the results as JSON; None is no file."""
+    """File for the results as JSON; None writes none."""
 
     def __post_init__(self) -> None:
         check_fields(ConfigError, self)

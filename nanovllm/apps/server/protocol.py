@@ -399,7 +399,6 @@ _KEYWORDS: dict[str, tuple[type, str]] = {
 """What the value of each keyword must be, unless it is empty."""
 
 
-_READ = {*_KEYWORDS, "type", "items", "additionalProperties", "not"}
 _MAX_SHOWN = 200
 
 
@@ -426,7 +425,7 @@ def check_keywords(schema: Any, field: str) -> None:
     while unread:
         place, part = unread.pop()
         for key, value in part.items() if isinstance(part, dict) else ():
-            at = _Place(place, f".{key}") if key in _READ else place
+            at = _Place(place, f".{key:.80}")
             kind, rule = _KEYWORDS.get(key, (object, ""))
             is_right = isinstance(value, kind)
             if key == "type":
