@@ -19,6 +19,7 @@ import json, resource, sys
 from nanovllm.apps.cli.main import main
 
 if most := int(sys.argv[1]):
+    sys.dont_write_bytecode = True  # Python would keep a file of bytecode that is cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 for words in json.loads(sys.argv[2]):
     sys.stderr.write(f"status {main(words)}\\n")

@@ -27,8 +27,8 @@ def test_an_output_for_each_step(llm: AsyncLLM, demo_llm: LLM) -> None:
     expected = demo_llm.generate(QUESTION, GREEDY, use_tqdm=False)[0]
 
     async def main() -> None:
+        assert len([output async for output in llm.generate(QUESTION, LONG)]) > 2
         steps = [output async for output in llm.generate(QUESTION, GREEDY, "mine")]
-        assert len(steps) > 2
         assert {output.request_id for output in steps} == {"mine"}
         assert steps[-1].finished
         assert steps[-1].outputs == expected.outputs
