@@ -287,7 +287,7 @@ def refusals(system: str) -> None:
     from nanovllm.apps.cli.main import main
     from nanovllm.errors import ConfigError
 
-    refused(lambda: LLM(demo_model.MODEL, kv_cache_dir="/tmp"), ConfigError, "/tmp is not in")
+    refused(lambda: LLM(demo_model.MODEL, kv_cache_dir="/tmp"), ConfigError, "which Windows keeps")
     two = {"tensor_parallel_size": 2, "device": "cpu"}
     refused(lambda: LLM(demo_model.MODEL, **two), ConfigError, "use WSL")
     for words, message in (

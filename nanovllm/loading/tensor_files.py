@@ -11,14 +11,14 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import MAX_JSON_BYTES, is_gguf, parse_object, refuse_pointer
-from nanovllm.utils.system import nameless_file
 
 if TYPE_CHECKING:
     from nanovllm.loading.gguf import GgufWeight
@@ -98,6 +98,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     }
 
 
+def _nameless_file() -> IO[bytes]:
+    if sys.platform != "linux":
+        return TemporaryFile()
+    return open(os.memfd_create("header"), "wb")
+
+
 def _checked_names(file: Path, header: bytes, size: int) -> list[str]:
     """Return the names in the header of a safetensors file of `size` bytes, in the order of the
     tensors. safetensors checks every entry; it maps a file, so it gets one of this process's own,
@@ -106,7 +112,7 @@ def _checked_names(file: Path, header: bytes, size: int) -> list[str]:
     if sys.platform == "win32":
         with safe_open(str(file), framework="np") as tensors:
             return list(tensors.offset_keys())
-    with nameless_file() as copy:
+    with _nameless_file() as copy:
         copy.write(header)
         copy.truncate(size)
         with safe_open(f"/dev/fd/{copy.fileno()}", framework="np") as tensors:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanovllm.utils.system import HAS_OWNERS, READ_PRIVATE, check_home
+from nanovllm.utils.system import READ_PRIVATE
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def check_directory(directory: Path) -> None:
     Args:
         directory: an absolute path without symlinks.
     """
-    _check_path(directory.parent if HAS_OWNERS else directory)
+    _check_path(directory.parent)
     check_ours(directory, _lstat(directory))
 
 
@@ -147,7 +147,12 @@ def store(path: Path, cache: Path | None) -> None:
 def _check_path(directory: Path) -> None:
     """Raise PermissionError if others could rename or replace what lies in `directory`."""
     if sys.platform == "win32":
-        check_home(directory)
+        # A file's mode says nothing of other users there; it inherits the rights of directories.
+        home = Path.home().resolve()
+        if not directory.is_relative_to(home):
+            raise PermissionError(
+                f"{directory} is not in {home}, which Windows keeps from other users"
+            )
         return
     # From the root down: once a directory is safe, nobody else can replace the next one.
     for path in (*reversed(directory.parents), directory):

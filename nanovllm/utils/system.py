@@ -4,22 +4,17 @@ Imports no torch, and psutil only where the system's own files do not say.
 """
 
 import contextlib
-import errno
 import mmap
 import os
 import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 UNIX_SOCKETS: int | None = getattr(socket, "AF_UNIX", None)
 """The family of Unix sockets; None where Python has none."""
-HAS_OWNERS = sys.platform != "win32"
-"""Whether a file's status says who owns it and who may write to it."""
 MOVES_OPEN_FILES = sys.platform != "win32"
 """Whether an open file can be renamed, replaced and removed."""
 READS_EARLY = hasattr(os, "posix_fadvise")
@@ -156,27 +151,6 @@ def allow_files(number: int) -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def unix_socket() -> socket.socket:
-    """Return a new Unix socket.
-
-    Raises:
-        OSError: Python has none on this system.
-    """
-    if UNIX_SOCKETS is None:
-        raise OSError(errno.EAFNOSUPPORT, "Python has no Unix sockets on Windows")
-    return socket.socket(UNIX_SOCKETS)
-
-
-def nameless_file() -> IO[bytes]:
-    """Return an empty file to write and read, in memory if possible, which goes with this process.
-
-    Except on Windows, `/dev/fd/<its number>` names it.
-    """
-    if sys.platform != "linux":
-        return tempfile.TemporaryFile()
-    return open(os.memfd_create("nameless"), "w+b")
-
-
 def has_left(client: socket.socket) -> bool:
     """Return whether the other end is closed although it has sent more than was read. Others than
     Linux say so only when all is read.
@@ -220,16 +194,3 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None
-
-
-def check_home(directory: Path) -> None:
-    """Raise PermissionError if `directory` is not in this user's, whose access rights it inherits.
-
-    For Windows, where a file's mode says nothing of other users.
-    """
-    home = Path.home().resolve()
-    if not directory.is_relative_to(home):
-        raise PermissionError(
-            f"{directory} is not in {home}, which Windows keeps from other users; name a directory "
-            "there"
-        )

@@ -39,7 +39,7 @@ from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
-from nanovllm.utils.system import UNIX_SOCKETS, allow_files, unix_socket
+from nanovllm.utils.system import UNIX_SOCKETS, allow_files
 from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,12 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             if options.uds:
-                listener = stack.enter_context(unix_socket())
+                if UNIX_SOCKETS is None:
+                    raise ConfigError(
+                        "Python has no Unix sockets on Windows: leave --uds out, and clients use "
+                        "--host and --port"
+                    )
+                listener = stack.enter_context(socket.socket(UNIX_SOCKETS))
                 _bind_unix(listener, options.uds)
             else:
                 family, kind, proto, _, address = socket.getaddrinfo(
@@ -217,8 +222,6 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
             where = options.uds or f"{options.host}:{options.port}"
             if options.uds:
                 advice = "name another --uds"
-                if UNIX_SOCKETS is None:
-                    advice = "leave --uds out: clients then use --host and --port"
             elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 advice = "name another --host"
             else:
@@ -232,7 +235,7 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
 def _bind_unix(listener: socket.socket, path: str) -> None:
     """Bind to `path`; a socket that a dead server left there is replaced."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-        with unix_socket() as probe, contextlib.suppress(ConnectionRefusedError):
+        with socket.socket(listener.family) as probe, contextlib.suppress(ConnectionRefusedError):
             probe.connect(path)
             raise OSError(0, "another server listens there")
         os.unlink(path)
