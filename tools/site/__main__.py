@@ -70,7 +70,7 @@ class Links:
                 parts[number] = LINK.sub(lambda found: self._target(page, *found.groups()), part)
             elif part.startswith("```mermaid\n"):
                 diagram = html.escape(part[11:-3])
-                parts[number] = f'<div class="diagram"><pre>\n{diagram}</pre></div>'
+                parts[number] = f'<pre class="diagram">\n{diagram}</pre>'
         return "".join(parts)
 
     def _target(self, page: str, link: str, anchor: str) -> str:
@@ -160,7 +160,7 @@ def source_pages(sources: set[str]) -> Iterator[tuple[str, dict[str, str], str]]
         except ClassNotFound:
             lexer = TextLexer()
         text = (ROOT / file).read_text("utf-8")
-        code = highlight(text, lexer, HtmlFormatter(lineanchors="L", cssclass="highlight"))
+        code = highlight(text, lexer, HtmlFormatter())
         body = f"<h1>{file}</h1>{code}"
         yield f"source/{file}", {"title": file, "body": body}, "page.html"
 

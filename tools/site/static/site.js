@@ -1,4 +1,4 @@
-// Draws the diagrams in the page's colours, and lets the keyboard scroll what is too wide.
+// Draws diagrams in the colours of the page, and lets the keyboard scroll what is too wide.
 
 const here = document.currentScript.src;
 
@@ -7,26 +7,42 @@ const isDark = () =>
   (document.body.dataset.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
 
 async function draw() {
-  mermaid.initialize({ startOnLoad: false, theme: isDark() ? "dark" : "default", htmlLabels: true });
+  const dark = isDark();
+  mermaid.initialize({
+    startOnLoad: false,
+    theme: dark ? "dark" : "default",
+    themeVariables: { edgeLabelBackground: dark ? "#131416" : "#ffffff" },
+  });
   for (const [number, block] of document.querySelectorAll(".diagram").entries()) {
     block.dataset.text ??= block.textContent;
     const { svg } = await mermaid.render(`diagram-${number}`, block.dataset.text);
     block.innerHTML = svg;
-    block.firstElementChild.setAttribute("role", "img");
     const heading = block.closest("section").querySelector("h1, h2, h3").firstChild.textContent;
+    block.firstElementChild.setAttribute("role", "img");
     block.firstElementChild.setAttribute("aria-label", `Diagram: ${heading}`);
   }
   makeScrollable();
 }
 
 function makeScrollable() {
-  for (const box of document.querySelectorAll("article .table-wrapper, article pre, article .scrolls, .diagram")) {
+  for (const box of document.querySelectorAll("article :is(.table-wrapper, pre, .scrolls)")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     else box.removeAttribute("tabindex");
   }
 }
 
+function describe() { // what the theme leaves unsaid to those who listen
+  for (const caption of document.querySelectorAll('.caption[role="heading"]')) caption.ariaLevel = 2;
+  document.querySelector("aside.sidebar-drawer").ariaLabel = "All pages";
+  document.querySelector("aside.toc-drawer")?.setAttribute("aria-label", "On this page");
+  document.querySelector("#search-results")?.insertAdjacentHTML("beforebegin", "<h1>Search</h1>");
+  for (const corner of document.querySelectorAll("th")) {
+    if (!corner.textContent.trim()) corner.replaceWith(document.createElement("td"));
+  }
+}
+
 addEventListener("DOMContentLoaded", () => {
+  describe();
   for (const image of document.querySelectorAll('article p > img[src$=".svg"]')) {
     image.parentElement.classList.add("scrolls");
   }
