@@ -7,6 +7,7 @@ such as a missing heading or a page without a place in site.toml, ends the build
 that leads nowhere (links.py).
 """
 
+import dataclasses
 import html
 import os
 import re
@@ -17,7 +18,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from docutils import nodes
 from pygments import highlight
@@ -25,6 +26,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 
 import nanovllm
 from tools.page_vendor import File, fetch
@@ -127,6 +129,20 @@ def toctree(caption: str, entries: list[str]) -> str:
     return f"\n```{{toctree}}\n:hidden:\n{option}\n{lines}\n```\n"
 
 
+def on_signature(app: Sphinx, what: str, name: str, found: Any, *_: object) -> Any:
+    """Leave a dataclass its fields, without the checks that are in their annotations."""
+    if not dataclasses.is_dataclass(found):
+        return None
+    found.__annotations__ = get_type_hints(found)
+    return "", ""
+
+
+def on_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: Any) -> None:
+    """Read sections such as "Raises:"; a field's text has none."""
+    if what not in ("attribute", "property"):
+        lines[:] = GoogleDocstring(lines).lines()
+
+
 def on_doctree_resolved(app: Sphinx, doctree: Any, docname: str) -> None:
     """Point links to files of the repository at their pages."""
     for link in doctree.findall(nodes.reference):
@@ -184,6 +200,8 @@ def build(target: Path) -> int:
         status=None,
         warningiserror=True,
     )
+    app.connect("autodoc-process-signature", on_signature)
+    app.connect("autodoc-process-docstring", on_docstring)
     app.connect("doctree-resolved", on_doctree_resolved)
     app.connect("html-collect-pages", lambda app: source_pages(found.sources))
     app.build()

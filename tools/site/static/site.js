@@ -18,8 +18,10 @@ async function draw() {
     const { svg } = await mermaid.render(`diagram-${number}`, block.dataset.text);
     block.innerHTML = svg;
     const heading = block.closest("section").querySelector("h1, h2, h3").firstChild.textContent;
-    block.firstElementChild.setAttribute("role", "img");
-    block.firstElementChild.setAttribute("aria-label", `Diagram: ${heading}`);
+    const drawing = block.firstElementChild;
+    drawing.setAttribute("role", "img");
+    drawing.setAttribute("aria-label", `Diagram: ${heading}`);
+    drawing.style.minWidth = `min(${drawing.style.maxWidth}, 40rem)`; // smaller text cannot be read
   }
   makeScrollable();
 }
