@@ -44,6 +44,8 @@ MERMAID = File(
 )
 MERMAID_PACKAGE = "@mermaid-js/tiny@11.17.2"
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r'<section id="([^"]+)">\s*<(h[1-6])>')
+SOURCE = re.compile(r"\]\(source:([^)#]+)")
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*|)(?=\))")
 
 
@@ -56,77 +58,57 @@ def find_pages() -> dict[str, str]:
     return found
 
 
-class Links:
-    """Where the links of pages lead on the site, and the sources that they name."""
-
-    def __init__(self, pages: dict[str, str]) -> None:
-        self.pages = pages
-        self.sources: set[str] = set()
-        """Files and folders, by their paths in the repository."""
-
-    def rewritten(self, page: str, text: str) -> str:
-        """Return a page's text as it must be on the site: its links, and diagrams for site.js."""
-        parts = FENCE.split(text)  # the odd ones are code
-        for number, part in enumerate(parts):
-            if number % 2 == 0:
-                parts[number] = LINK.sub(lambda found: self._target(page, *found.groups()), part)
-            elif part.startswith("```mermaid\n"):
-                diagram = html.escape(part[11:-3])
-                parts[number] = f'<pre class="diagram">\n{diagram}</pre>'
-        return "".join(parts)
-
-    def _target(self, page: str, link: str, anchor: str) -> str:
-        if re.match(r"[a-z]+:", link):
-            return link + anchor
-        folder = os.path.dirname(self.pages[page])
-        path = os.path.normpath(os.path.join(os.path.dirname(page), link)) if link else page
-        if path == "README.md" and anchor == "#install":
-            return os.path.relpath("install.md", folder) + anchor
-        if not link:
-            return anchor
-        if path in self.pages:
-            return os.path.relpath(self.pages[path] + ".md", folder) + anchor
-        if path.startswith("docs/pictures/"):
-            return os.path.relpath(path.removeprefix("docs/"), folder)
-        self.sources.add(path)
-        return "source:" + path
+def target(page: str, link: str, anchor: str, pages: dict[str, str]) -> str:
+    """Return a page's link as it must be on the site; one to a source begins with "source:"."""
+    folder = os.path.dirname(pages[page])
+    path = os.path.normpath(os.path.join(os.path.dirname(page), link)) if link else page
+    if re.match(r"[a-z]+:", link):
+        found = link
+    elif path == "README.md" and anchor == "#install":
+        found = os.path.relpath("install.md", folder)
+    elif not link:
+        found = ""
+    elif path in pages:
+        found = os.path.relpath(pages[path] + ".md", folder)
+    elif path.startswith("docs/pictures/"):
+        found = os.path.relpath(path.removeprefix("docs/"), folder)
+    else:
+        found = "source:" + path
+    return found + anchor
 
 
-def stage(pages: dict[str, str]) -> Links:
-    """Write the copy that Sphinx reads; return its links."""
+def rewritten(page: str, pages: dict[str, str]) -> str:
+    """Return a page's text as it must be on the site: its links, and diagrams for site.js."""
+    parts = FENCE.split((ROOT / page).read_text("utf-8"))  # the odd ones are code
+    for number, part in enumerate(parts):
+        if number % 2 == 0:
+            parts[number] = LINK.sub(lambda found: target(page, found[1], found[2], pages), part)
+        elif part.startswith("```mermaid\n"):
+            parts[number] = f'<pre class="diagram">\n{html.escape(part[11:-3])}</pre>'
+    return "".join(parts)
+
+
+def stage(pages: dict[str, str]) -> dict[str, str]:
+    """Write the copy that Sphinx reads; return its texts.
+
+    A file in pages/ is a page of the site alone, or the end of the page that has its name.
+    """
     shutil.rmtree(STAGE, ignore_errors=True)
-    shutil.copytree(HERE / "pages", STAGE)
     shutil.copytree(ROOT / "docs/pictures", STAGE / "pictures")
-    found = Links(pages)
-    texts = {
-        name: found.rewritten(page, (ROOT / page).read_text("utf-8"))
-        for page, name in pages.items()
-    }
+    shutil.copytree(HERE / "static", STAGE / "_static")
+    texts = {name: rewritten(page, pages) for page, name in pages.items()}
     before, install, after = re.split(
         r"^## Install\n(.*?)(?=^## )", texts["index"], flags=re.DOTALL | re.MULTILINE
     )
-    texts["install"] = "# Install\n" + install
-    texts["index"] = before + after + "".join(toctree(*each) for each in SITE["navigation"].items())
-    lessons = sorted(name for name in texts if re.match(r"course/\d", name))
-    texts["course/index"] += toctree("", [name.removeprefix("course/") for name in lessons])
-    command = SITE["run"]["command"]
-    texts["explain"] += (
-        f"\n## A run\n\n```bash\n{command}```\n\n"
-        '<a href="run.html">The page that this command wrote</a>, when the site was built:\n\n'
-        '<iframe src="run.html" title="Steps of a run" loading="lazy"></iframe>\n'
-    )
+    texts |= {"index": before + after, "install": "# Install\n" + install}
+    for path in (HERE / "pages").rglob("*.md"):
+        name = path.relative_to(HERE / "pages").with_suffix("").as_posix()
+        texts[name] = texts.get(name, "") + path.read_text("utf-8")
     for name, text in texts.items():
         path = STAGE / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
-    return found
-
-
-def toctree(caption: str, entries: list[str]) -> str:
-    """Return a part of the navigation."""
-    option = f":caption: {caption}\n" if caption else ""
-    lines = "\n".join(entries)
-    return f"\n```{{toctree}}\n:hidden:\n{option}\n{lines}\n```\n"
+    return texts
 
 
 def on_signature(app: Sphinx, what: str, name: str, found: Any, *_: object) -> Any:
@@ -149,6 +131,11 @@ def on_doctree_resolved(app: Sphinx, doctree: Any, docname: str) -> None:
         scheme, _, path = link.get("refuri", "").partition(":")
         if scheme == "source":
             link["refuri"] = app.builder.get_relative_uri(docname, f"source/{path}")
+
+
+def on_page_context(app: Sphinx, name: str, template: str, context: Any, doctree: Any) -> None:
+    """Give headings the names of their sections, so that the search leads to them."""
+    context["body"] = HEADING.sub(r'<section><\2 id="\1">', context.get("body", ""))
 
 
 def tracked(path: str) -> list[str]:
@@ -183,12 +170,15 @@ def source_pages(sources: set[str]) -> Iterator[tuple[str, dict[str, str], str]]
 
 def build(target: Path) -> int:
     """Build the site into `target`; return the number of faults, which are printed."""
-    found = stage(find_pages())
+    texts = stage(find_pages())
+    sources = {path for text in texts.values() for path in SOURCE.findall(text)}
     ((name, mermaid),) = fetch(MERMAID_PACKAGE, (MERMAID,))
-    shutil.copytree(HERE / "static", STAGE / "_static")
     (STAGE / "_static" / name).write_bytes(mermaid)
     shutil.rmtree(target, ignore_errors=True)
-    settings = SITE["sphinx"] | {"html_title": f"nanovllm {nanovllm.__version__}"}
+    settings = SITE["sphinx"] | {
+        "html_title": f"nanovllm {nanovllm.__version__}",
+        "templates_path": [str(HERE / "templates")],
+    }
     app = Sphinx(
         STAGE,
         None,
@@ -200,13 +190,18 @@ def build(target: Path) -> int:
         status=None,
         warningiserror=True,
     )
+    app.builder.search = False
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-docstring", on_docstring)
     app.connect("doctree-resolved", on_doctree_resolved)
-    app.connect("html-collect-pages", lambda app: source_pages(found.sources))
+    app.connect("html-page-context", on_page_context)
+    app.connect("html-collect-pages", lambda app: source_pages(sources))
     app.build()
-    run = shlex.split(SITE["run"]["command"].replace("run.html", str(target / "run.html")))
+    command = re.findall(r"^nanovllm explain.*?(?=^```)", texts["explain"], re.DOTALL | re.M)[-1]
+    run = shlex.split(command.replace("run.html", str(target / "run.html")))
     subprocess.run([sys.executable, "-m", *run], cwd=ROOT, check=True)
+    search = [sys.executable, "-m", "pagefind", "--site", str(target), *SITE["pagefind"]]
+    subprocess.run(search, check=True)
     faults = links.check(target)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     return app.statuscode or len(faults)
