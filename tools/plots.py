@@ -1,7 +1,4 @@
-"""Draws docs/pictures/beside_*.svg from the tables and raw data of docs/: python -m tools.plots.
-
-The figures are narrow, so that a telephone shows their text in a size that can be read.
-"""
+"""Draws docs/pictures/beside_*.svg from the tables and raw data of docs/: python -m tools.plots."""
 
 import html
 import json
@@ -12,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
-LIGHT = {"ink": "#1f2328", "paper": "#fff", "c0": "#0072b2", "c1": "#c45500", "c2": "#00805c"}
-DARK = {"ink": "#e6edf3", "paper": "#0d1117", "c0": "#56b4e9", "c1": "#f0a53a", "c2": "#3ecfa0"}
-LIGHT["c3"], DARK["c3"] = "#59636e", "#9aa4af"
-"""Colours by class; c0 to c3 are those of the series."""
+CLASSES = ("ink", "paper", "c0", "c1", "c2", "c3")
+"""Of what is drawn; c0 to c3 are the series."""
+LIGHT = ("#1f2328", "#fff", "#0072b2", "#c45500", "#00805c", "#59636e")
+DARK = ("#e6edf3", "#0d1117", "#56b4e9", "#f0a53a", "#3ecfa0", "#9aa4af")
 FONT = "text{font:14px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Arial,sans-serif}"
 RAW = {
     "beside_vllm": (
@@ -44,7 +41,7 @@ RAW = {
     ),
 }
 """By the picture's name: its title, and the file of raw data of each series."""
-WIDTH, LEFT, RIGHT, BAR = 480, 16, 78, 18
+WIDTH, LEFT, RIGHT, BAR = 480, 16, 78, 18  # narrow: a telephone shows text that can be read
 
 
 class Bar(NamedTuple):
@@ -121,10 +118,10 @@ def draw(title: str, bars: list[Bar], line: float) -> str:
     )
 
 
-def colours(chosen: dict[str, str]) -> str:
+def colours(chosen: tuple[str, ...]) -> str:
     """Return the rules of CSS for the classes."""
-    fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in chosen.items())
-    return f"{fills}.line{{stroke:{chosen['ink']};stroke-dasharray:4 3}}"
+    fills = (f".{name}{{fill:{each}}}" for name, each in zip(CLASSES, chosen, strict=True))
+    return f"{''.join(fills)}.line{{stroke:{chosen[0]};stroke-dasharray:4 3}}"
 
 
 def text(x: float, y: float, words: str, kind: str = "ink") -> str:
@@ -145,11 +142,6 @@ def pictures() -> dict[str, str]:
     } | {name: draw(title, list(raw_ratios(files)), 1) for name, (title, files) in RAW.items()}
 
 
-def main() -> None:
-    """Write the pictures."""
+if __name__ == "__main__":
     for name, picture in pictures().items():
         (DOCS / f"pictures/{name}.svg").write_text(picture, "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
@@ -45,7 +44,7 @@ MERMAID = File(
 MERMAID_PACKAGE = "@mermaid-js/tiny@11.17.2"
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r'<section id="([^"]+)">\s*<(h[1-6])>')
-SOURCE = re.compile(r"\]\(source:([^)#]+)")
+SOURCE = re.compile(r"\]\(source:([^)#]+)\.html")
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*|)(?=\))")
 
 
@@ -73,7 +72,7 @@ def target(page: str, link: str, anchor: str, pages: dict[str, str]) -> str:
     elif path.startswith("docs/pictures/"):
         found = os.path.relpath(path.removeprefix("docs/"), folder)
     else:
-        found = "source:" + path
+        found = f"source:{path}.html"
     return found + anchor
 
 
@@ -96,6 +95,7 @@ def stage(pages: dict[str, str]) -> dict[str, str]:
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs/pictures", STAGE / "pictures")
     shutil.copytree(HERE / "static", STAGE / "_static")
+    shutil.copytree(HERE / "templates", STAGE / "_templates")
     texts = {name: rewritten(page, pages) for page, name in pages.items()}
     before, install, after = re.split(
         r"^## Install\n(.*?)(?=^## )", texts["index"], flags=re.DOTALL | re.MULTILINE
@@ -125,17 +125,10 @@ def on_docstring(app: Sphinx, what: str, name: str, found: Any, options: Any, li
         lines[:] = GoogleDocstring(lines).lines()
 
 
-def on_doctree_resolved(app: Sphinx, doctree: Any, docname: str) -> None:
-    """Point links to files of the repository at their pages."""
-    for link in doctree.findall(nodes.reference):
-        scheme, _, path = link.get("refuri", "").partition(":")
-        if scheme == "source":
-            link["refuri"] = app.builder.get_relative_uri(docname, f"source/{path}")
-
-
 def on_page_context(app: Sphinx, name: str, template: str, context: Any, doctree: Any) -> None:
-    """Give headings the names of their sections, so that the search leads to them."""
-    context["body"] = HEADING.sub(r'<section><\2 id="\1">', context.get("body", ""))
+    """Point links at the sources' pages; give headings the names that the search leads to."""
+    body = HEADING.sub(r'<section><\2 id="\1">', context.get("body", ""))
+    context["body"] = body.replace('href="source:', f'href="{"../" * name.count("/")}source/')
 
 
 def tracked(path: str) -> list[str]:
@@ -168,21 +161,18 @@ def source_pages(sources: set[str]) -> Iterator[tuple[str, dict[str, str], str]]
         yield f"source/{file}", {"title": file, "body": body}, "page.html"
 
 
-def build(target: Path) -> int:
-    """Build the site into `target`; return the number of faults, which are printed."""
+def build(folder: Path) -> int:
+    """Build the site into `folder`; return the number of faults, which are printed."""
     texts = stage(find_pages())
     sources = {path for text in texts.values() for path in SOURCE.findall(text)}
     ((name, mermaid),) = fetch(MERMAID_PACKAGE, (MERMAID,))
     (STAGE / "_static" / name).write_bytes(mermaid)
-    shutil.rmtree(target, ignore_errors=True)
-    settings = SITE["sphinx"] | {
-        "html_title": f"nanovllm {nanovllm.__version__}",
-        "templates_path": [str(HERE / "templates")],
-    }
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = SITE["sphinx"] | {"html_title": f"nanovllm {nanovllm.__version__}"}
     app = Sphinx(
         STAGE,
         None,
-        target,
+        folder,
         STAGE.parent / "site-doctrees",
         "html",
         confoverrides=settings,
@@ -193,16 +183,15 @@ def build(target: Path) -> int:
     app.builder.search = False
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-docstring", on_docstring)
-    app.connect("doctree-resolved", on_doctree_resolved)
     app.connect("html-page-context", on_page_context)
     app.connect("html-collect-pages", lambda app: source_pages(sources))
     app.build()
     command = re.findall(r"^nanovllm explain.*?(?=^```)", texts["explain"], re.DOTALL | re.M)[-1]
-    run = shlex.split(command.replace("run.html", str(target / "run.html")))
+    run = shlex.split(command.replace("run.html", str(folder / "run.html")))
     subprocess.run([sys.executable, "-m", *run], cwd=ROOT, check=True)
-    search = [sys.executable, "-m", "pagefind", "--site", str(target), *SITE["pagefind"]]
+    search = [sys.executable, "-m", "pagefind", "--site", str(folder), *SITE["pagefind"]]
     subprocess.run(search, check=True)
-    faults = links.check(target)
+    faults = links.check(folder)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     return app.statuscode or len(faults)
 
