@@ -140,7 +140,7 @@ def tracked(path: str) -> list[str]:
 def source_pages(sources: set[str]) -> Iterator[tuple[str, dict[str, str], str]]:
     """Yield name, context and template of a page for each file, and each folder with its files."""
     files = {file for path in sources for file in tracked(path) if path != "tests"}
-    for folder in sources - files:
+    for folder in filter(tracked, sources - files):  # links.py finds what does not exist
         base = os.path.dirname(folder)
         names = "".join(
             f'<li><a href="{os.path.relpath(file, base)}.html">{file}</a></li>'
