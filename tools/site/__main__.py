@@ -187,7 +187,7 @@ def build(folder: Path) -> int:
     app.connect("html-collect-pages", lambda app: source_pages(sources))
     app.build()
     command = re.findall(r"^nanovllm explain.*?(?=^```)", texts["explain"], re.DOTALL | re.M)[-1]
-    run = shlex.split(command.replace("run.html", str(folder / "run.html")))
+    run = shlex.split(command.replace("\\\n", "").replace("run.html", str(folder / "run.html")))
     subprocess.run([sys.executable, "-m", *run], cwd=ROOT, check=True)
     search = [sys.executable, "-m", "pagefind", "--site", str(folder), *SITE["pagefind"]]
     subprocess.run(search, check=True)
