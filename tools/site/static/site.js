@@ -21,7 +21,7 @@ async function draw() {
     const drawing = block.firstElementChild;
     drawing.setAttribute("role", "img");
     drawing.setAttribute("aria-label", `Diagram: ${heading}`);
-    drawing.style.minWidth = `min(${drawing.style.maxWidth}, 40rem)`; // smaller text cannot be read
+    drawing.style.minWidth = `min(${drawing.style.maxWidth}, 64rem)`; // smaller text cannot be read
   }
   makeScrollable();
 }
