@@ -35,7 +35,10 @@ def lazy_zeros(
     if reserve is not None and (memory := reserve.take(size)) is not None:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
     if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.zeros(shape, dtype=dtype)
+        small = torch.empty(shape, dtype=dtype, device="cpu")
+        # Not torch.zeros: OpenMP's threads wait for each other, on a busy machine for milliseconds.
+        ctypes.memset(small.data_ptr(), 0, size)
+        return small
     return torch.frombuffer(huge_pages(size), dtype=dtype).view(shape)
 
 
