@@ -4,7 +4,7 @@
 
 pip takes the highest version that all of its indexes have, and 2.13.0+cpu is higher than PyPI's
 2.13.0, so one more index is enough. pip retries an index that does not answer for minutes: hence
-the look at it first. TORCH_INDEX names another index, and "" none.
+the look at it first. TORCH_INDEX names another index.
 """
 
 import contextlib
@@ -33,12 +33,10 @@ def choose() -> tuple[str | None, str]:
         if has_gpu():
             return None, "torch: PyPI's with CUDA, 5 GB, as there is an NVIDIA GPU."
         index = CPU_INDEX
-    if not index:
-        return None, "torch: from where pip finds it."
     if not answers(index):
         return None, (
-            f"torch: from where pip finds it, as {index} gave no answer within {SECONDS} s. "
-            "PyPI's comes with CUDA: 5 GB."
+            f"torch: from where pip finds it, as {index} does not answer. "
+            "PyPI's for Linux comes with CUDA: 5 GB."
         )
     return index, f"torch: for CPUs, 0.2 GB, from {index}."
 
