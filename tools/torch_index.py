@@ -31,12 +31,12 @@ def choose() -> tuple[str | None, str]:
         if sys.platform != "linux":
             return None, "torch: PyPI's, 0.1 GB."
         if has_gpu():
-            return None, "torch: PyPI's with CUDA, 5 GB, as there is an NVIDIA GPU."
+            return None, "torch: PyPI's with CUDA, 2.7 GB, for the NVIDIA GPU."
         index = CPU_INDEX
     if not answers(index):
         return None, (
             f"torch: from where pip finds it, as {index} does not answer. "
-            "PyPI's for Linux comes with CUDA: 5 GB."
+            "PyPI's for Linux comes with CUDA: 2.7 GB."
         )
     return index, f"torch: for CPUs, 0.2 GB, from {index}."
 
