@@ -6,14 +6,13 @@ FROM python:3.12-slim-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends binutils
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY nanovllm nanovllm
 COPY docs docs
 COPY tools tools
 # The wheel has compiled kernels for every processor: the image needs no compiler.
-# hadolint ignore=DL3013
 RUN python -m venv /opt/build \
     && /opt/build/bin/pip install -c constraints.txt build ziglang \
     && /opt/build/bin/python -m tools.wheels "linux_$(uname -m)"
