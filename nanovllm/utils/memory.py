@@ -34,7 +34,10 @@ def lazy_zeros(
     if reserve is not None and (memory := reserve.take(size)) is not None:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
     if size < HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
+        small = torch.empty(shape, dtype=dtype, device="cpu")
+        # Not torch.zeros: OpenMP's threads wait for each other, on a busy machine for milliseconds.
+        ctypes.memset(small.data_ptr(), 0, size)
+        return small
     return torch.frombuffer(anonymous_memory(size), dtype=dtype).view(shape)
 
 
