@@ -85,15 +85,17 @@ def try_installed(archives: list[Path], directory: Path) -> None:
             with_libraries=with_libraries,
         )
         bare = {"PATH": str(programs), "XDG_CACHE_HOME": os.devnull} if with_libraries else {}
-        run(python, "-c", code, cwd=directory, **bare)
+        run(python, "-c", code, cwd=directory, variables=bare)
         run(str(programs / "nanovllm"), "--help", cwd=directory, quiet=True)
         sys.stdout.write(f"{archive.name} works\n")
 
 
-def run(*command: str, cwd: Path, quiet: bool = False, **variables: str) -> None:
-    """Run a command, with these environment variables changed; end this process if it fails."""
+def run(
+    *command: str, cwd: Path, quiet: bool = False, variables: dict[str, str] | None = None
+) -> None:
+    """Run a command, with `variables` in its environment; end this process if it fails."""
     output = subprocess.DEVNULL if quiet else None
-    environment = os.environ | variables
+    environment = os.environ | (variables or {})
     code = subprocess.run(command, cwd=cwd, stdout=output, env=environment).returncode
     if code:
         sys.exit(f"{command[0]} {command[1]} failed with {code}")

@@ -65,7 +65,7 @@ def compiled(target: Target, name: str, directory: Path) -> Path:
     objects.mkdir(parents=True)
     sources = c_files(objects)
     flags = [*FLAGS, *VARIANTS[target.machine][name].compiler_flags]
-    command = [*target.compiler(), *flags, "-g0", f"-I{CSRC}", "-c"]
+    command = [*target.compiler(), *flags, "-g0", "-w", f"-I{CSRC}", "-c"]
 
     def compile_file(source: Path) -> str:
         output = str(objects / f"{source.stem}.o")
