@@ -64,7 +64,8 @@ site: $(VENV)/.site  ## build the site in site/: pages, course, interfaces, sour
 bench: $(VENV)/.core  ## measure throughput on a small workload
 	$(BIN)/python bench.py --num-seqs 32 --min-input-len 32 --max-input-len 256 --min-output-len 32 --max-output-len 128
 
-release: $(VENV)/.dev  ## build sdist and wheel in dist/, and try them in a fresh environment outside the tree
+release: $(VENV)/.dev  ## build sdist and wheels in dist/, and try them in a fresh environment outside the tree
+	$(INSTALL) -e '.[release]'
 	$(BIN)/python -m tools.release
 
 clean:  ## remove the environment

@@ -1,10 +1,12 @@
-"""Builds the sdist and the wheel in dist/, and tries both in a fresh environment outside the tree.
+"""Builds sdist and wheels in dist/, and tries those for here in an environment outside the tree.
 
     python -m tools.release
 
 `make release` runs it. The version is `nanovllm.__version__`, and the first one in CHANGELOG.md.
 """
 
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,13 +16,14 @@ import venv
 from pathlib import Path
 
 import nanovllm
+from tools import wheels
+from tools.wheels import DIST, ROOT
 
-ROOT = Path(__file__).parents[1]
-DIST = ROOT / "dist"
+HERE = f"linux_{platform.machine()}"
 TRY = """
 import nanovllm
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.kernels.cpu.library import library
+from nanovllm.kernels.cpu.library import description
 
 assert nanovllm.__version__ == {version!r}, nanovllm.__version__
 assert nanovllm.__file__.startswith({environment!r}), nanovllm.__file__
@@ -29,7 +32,8 @@ question, answer = demo_model.entries()[0]
 greedy = SamplingParams(temperature=0, max_tokens=160)
 (output,) = llm.chat([{{"role": "user", "content": question}}], greedy, use_tqdm=False)
 assert output.text.strip() == answer, output.text
-print("the C kernels are", "on" if library() else "off")
+assert description() or not {with_libraries}, "there are no C kernels"
+print("C kernels:", description())
 """
 
 
@@ -41,32 +45,58 @@ def changelog_version() -> str:
 
 
 def build() -> list[Path]:
-    """Build into an empty dist/; return the wheel and the sdist."""
+    """Build all wheels and the sdist into an empty dist/; return them."""
     shutil.rmtree(DIST, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT), cwd=ROOT, quiet=True)
-    (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
-    return [wheel, sdist]
+    archives = wheels.build([*wheels.TARGETS, "any"])
+    for archive in archives:
+        if "manylinux" in archive.name:
+            check_platform(archive)
+    return archives
+
+
+def check_platform(wheel: Path) -> None:
+    """End this process if a library in `wheel` needs a newer glibc than the wheel's name says."""
+    command = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r'platform tag:\s+"manylinux_2_(\d+)_\w+"', shown)
+    named = re.search(r"manylinux_2_(\d+)_", wheel.name)
+    if not (found and named and int(found[1]) <= int(named[1])):
+        sys.exit(f"auditwheel does not find what the name of {wheel.name} says:\n{shown}")
 
 
 def try_installed(archives: list[Path], directory: Path) -> None:
-    """Install each archive into an environment in `directory`, and answer a question with it."""
+    """Install each archive that runs here into an environment in `directory`, and answer a question
+    with it. The wheel with kernels gets no compiler and no place for a cache.
+    """
     environment = directory / "environment"
     venv.create(environment, with_pip=True)
-    python = str(environment / "bin" / "python")
+    programs = environment / "bin"
+    python = str(programs / "python")
     install = (python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
-    for number, archive in enumerate(archives):
+    tag = wheels.TARGETS[HERE].tag if HERE in wheels.TARGETS else "any"
+    here = [each for each in archives if re.search(rf"-{tag}\.whl|-any\.whl|\.gz", each.name)]
+    for number, archive in enumerate(here):
         again = ("--force-reinstall", "--no-deps") if number else ()  # the dependencies are there
         run(*install, *again, str(archive), cwd=directory)
-        code = TRY.format(version=nanovllm.__version__, environment=str(environment))
-        run(python, "-c", code, cwd=directory)
-        run(str(environment / "bin" / "nanovllm"), "--help", cwd=directory, quiet=True)
+        with_libraries = archive.name.endswith(f"-{tag}.whl") and tag != "any"
+        code = TRY.format(
+            version=nanovllm.__version__,
+            environment=str(environment),
+            with_libraries=with_libraries,
+        )
+        bare = {"PATH": str(programs), "XDG_CACHE_HOME": os.devnull} if with_libraries else {}
+        run(python, "-c", code, cwd=directory, variables=bare)
+        run(str(programs / "nanovllm"), "--help", cwd=directory, quiet=True)
         sys.stdout.write(f"{archive.name} works\n")
 
 
-def run(*command: str, cwd: Path, quiet: bool = False) -> None:
-    """Run a command; end this process if it fails."""
+def run(
+    *command: str, cwd: Path, quiet: bool = False, variables: dict[str, str] | None = None
+) -> None:
+    """Run a command, with `variables` in its environment; end this process if it fails."""
     output = subprocess.DEVNULL if quiet else None
-    code = subprocess.run(command, cwd=cwd, stdout=output).returncode
+    environment = os.environ | (variables or {})
+    code = subprocess.run(command, cwd=cwd, stdout=output, env=environment).returncode
     if code:
         sys.exit(f"{command[0]} {command[1]} failed with {code}")
 

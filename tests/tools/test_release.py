@@ -46,6 +46,6 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(tree)]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"nanovllm-{nanovllm.__version__}-")
+    assert wheel.name.startswith(f"nanovllm_engine-{nanovllm.__version__}-")
     with zipfile.ZipFile(wheel) as archive:
         assert files <= {*archive.namelist()}

@@ -32,7 +32,7 @@ from nanovllm.utils.distributed import broadcast_from_first, gather_to_first, te
 from nanovllm.worker.network import Network
 
 _FORMAT = 1  # raise it when keys or the bytes of an entry change their meaning
-_PACKAGES = ("torch", "nanovllm", "triton", "flash-attn")
+_PACKAGES = ("torch", "nanovllm-engine", "triton", "flash-attn")
 _PACKAGE = Path(nanovllm.__file__).parent
 _COMPUTING = (
     "attention",

@@ -1,6 +1,7 @@
-"""Compiles the C kernels for this processor, caches the library, and tests one product.
+"""Opens the C kernels for this processor, and tests one product.
 
-A cached library is named by a hash of the sources, compiler, flags and processor.
+A wheel brings compiled ones. Where there are none, a compiler here makes them once: the cached
+library is named by a hash of the sources, compiler, flags and processor.
 """
 
 import contextlib
@@ -18,13 +19,17 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cpu.calls import CSRC, DISPATCH, SOURCES, c_files, pack_call
+from nanovllm.errors import ConfigError
+from nanovllm.kernels.cpu.calls import CSRC, DISPATCH, FLAGS, SOURCES, c_files, pack_call
+from nanovllm.kernels.cpu.variants import LIBRARIES, SLOW_BF16, VARIANTS
 from nanovllm.utils import disk_cache
 from nanovllm.utils.system import is_noexec, kill_group
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-pthread", "-fPIC")
+VARIABLE = "NANOVLLM_KERNELS"
+"""The environment variable that names a variant, or COMPILE: compile here."""
+COMPILE = "compile"
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILING = "compiling the kernels for this processor"
 _WITHOUT_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
@@ -54,26 +59,64 @@ def load(*architecture: str) -> ctypes.CDLL:
     """Return the library of kernels for this processor, after testing it.
 
     Args:
-        architecture: compiler flags that replace NATIVE.
+        architecture: compiler flags that replace NATIVE; the kernels are then compiled here.
 
     Raises:
         Unavailable: the kernels cannot be built, or they compute wrong products.
+        ConfigError: VARIABLE names a variant that is not here, or that cannot run here.
     """
     if os.name != "posix":
         raise Unavailable("they need Linux or another POSIX system")
+    asked = os.environ.get(VARIABLE, "")
+    if not architecture and asked != COMPILE:
+        kernels = _open_variant(asked)
+        if kernels is not None:
+            return kernels
     flags = architecture or (NATIVE, *_choice_of_tiles())
     try:
         compiler = find_compiler()
         (version,) = _run([*compiler, "--version"])
         cache = disk_cache.cache_directory()
         for extra in ((), _WITHOUT_TILES):
-            command = [*compiler, *_FLAGS, *flags, *extra]
+            command = [*compiler, *FLAGS, *flags, *extra]
             kernels = _load_or_build(cache, f"cpu-{_key(command, version)}.so", command)
             if kernels is not None:
                 return kernels
     except (OSError, ValueError) as error:  # full or read-only disks, a CC with an open quote
         raise Unavailable(f"{error}") from error
     raise Unavailable("the system refuses AMX tiles to kernels built without them")
+
+
+def _open_variant(asked: str) -> ctypes.CDLL | None:
+    """Return the fastest of the wheel's libraries that works here, None if none does; or the one
+    that is asked for.
+
+    Raises:
+        ConfigError: the one asked for is not here, or does not work.
+    """
+    known = VARIANTS.get(platform.machine(), {})
+    files = {name: path for name in known for path in LIBRARIES.glob(f"cpu-{name}.*.so")}
+    flags = processor_flags().union([SLOW_BF16] if _choice_of_tiles() else [])
+    runnable = [name for name in files if flags.issuperset(known[name].needs)]
+    if asked and asked not in runnable:
+        missing = ", ".join(sorted({*known[asked].needs} - flags)) if asked in files else ""
+        raise ConfigError(
+            f"{VARIABLE} is {asked!r}, "
+            f"{f'and this processor lacks {missing}' if missing else 'which is not installed'}; "
+            f"unset it, or choose {' or '.join([*runnable, COMPILE])}"
+        )
+    reason: object = "the system refuses AMX tiles"
+    for name in [asked] if asked else runnable:
+        try:
+            kernels = _open(files[name])
+            if kernels is not None:
+                return kernels
+        except (OSError, Unavailable) as error:
+            logger.warning("the kernels of %s are not used: %s", files[name], error)
+            reason = error
+    if asked:
+        raise ConfigError(f"{VARIABLE} is {asked!r}, which does not work here: {reason}; unset it")
+    return None
 
 
 def _choice_of_tiles() -> tuple[str, ...]:
@@ -239,8 +282,11 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's feature flags in /proc/cpuinfo, or none on other systems."""
-    return frozenset(processor_field("flags", "Features").split())  # x86, ARM
+    """Return the processor's features that the system lets programs use: by torch's names, and by
+    those of /proc/cpuinfo where there is one.
+    """
+    known = frozenset(n for n, value in torch.cpu.get_capabilities().items() if value is True)
+    return known.union(processor_field("flags", "Features").split())  # x86, ARM
 
 
 def processor_name() -> str:

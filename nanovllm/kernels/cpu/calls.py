@@ -11,6 +11,9 @@ from pathlib import Path
 
 CSRC = Path(__file__).with_name("csrc")
 SOURCES = sorted(CSRC.glob("*.[ch]"))
+FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-fPIC")
+"""How they are compiled. No product and sum is rounded once but where the source says so, with
+fma_(): each compiler then makes kernels with the same bits."""
 CALL_BYTES = 8 * 26
 """A call has CALL_WORDS words of 64 bits: the kernel's number, its arguments, padding."""
 

@@ -20,11 +20,11 @@ INLINE void multiply_add4(float32x4_t a[4], const bfloat16x8_t w[4], int packed,
 
 /* Rows r and r + 1 of four columns: first[0] and first[1] hold the sums of the first two columns in row r, first[2] and first[3]
  * in row r + 1; `last` those of the last two columns. */
-INLINE void load_sums(float *p, ptrdiff_t ld, float32x4_t *first, float32x4_t *last) {
+INLINE void load_two_rows(float *p, ptrdiff_t ld, float32x4_t *first, float32x4_t *last) {
     uint64x2_t row = (uint64x2_t)vld1q_f32(p), next = (uint64x2_t)vld1q_f32(p + ld);
     *first = (float32x4_t)vtrn1q_u64(row, next), *last = (float32x4_t)vtrn2q_u64(row, next);
 }
-INLINE void store_sums(float *p, ptrdiff_t ld, float32x4_t first, float32x4_t last) {
+INLINE void store_two_rows(float *p, ptrdiff_t ld, float32x4_t first, float32x4_t last) {
     uint64x2_t low = (uint64x2_t)first, high = (uint64x2_t)last;
     vst1q_f32(p, (float32x4_t)vtrn1q_u64(low, high));
     if (ld) vst1q_f32(p + ld, (float32x4_t)vtrn2q_u64(low, high));
@@ -39,7 +39,7 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
         for (int c = 0; c < cols; c++) {
             float32x4_t *sums = &a[r / 2][2 * c];
             sums[0] = sums[1] = vdupq_n_f32(0);
-            if (add) load_sums(acc.p + r * acc.ld + c * VL, r + 1 < rows ? acc.ld : 0, &sums[0], &sums[1]);
+            if (add) load_two_rows(acc.p + r * acc.ld + c * VL, r + 1 < rows ? acc.ld : 0, &sums[0], &sums[1]);
         }
     for (ptrdiff_t i = 0; i < k; i += 4, w += 4 * PANEL) {
         if (cols == STREAM_COLS)
@@ -63,7 +63,7 @@ INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x,
     for (int r = 0; r < rows; r += 2)
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++)
-            store_sums(acc.p + r * acc.ld + c * VL, r + 1 < rows ? acc.ld : 0, a[r / 2][2 * c], a[r / 2][2 * c + 1]);
+            store_two_rows(acc.p + r * acc.ld + c * VL, r + 1 < rows ? acc.ld : 0, a[r / 2][2 * c], a[r / 2][2 * c + 1]);
 }
 
 /* Inputs i to i + k of a tile: their weights stay in the first-level cache while all parts are computed. */
