@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.features.vision.requests import VisionRequests
     from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
@@ -153,6 +154,12 @@ def _scheduler(
         hooks.append(AdapterHook(config.max_loras))
     if info.tiers is not None:
         hooks.append(_load_hook(config, info.tiers))
+    if info.encoder is not None:
+        from nanovllm.features.vision.scheduling import EncoderHook
+
+        # The last: it sees what the others let a sequence begin with.
+        max_bytes = config.encoder_cache_mib * 2**20
+        hooks.append(EncoderHook(info.encoder, max_bytes, info.max_num_batched_tokens))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -241,7 +248,19 @@ def _input_processor(
 
         return pooling_requests(config, checkpoint, tokenizer, limit, render, info.kv.causal)
 
+    def make_vision() -> "VisionRequests":
+        from nanovllm.features.vision.family import find_family
+        from nanovllm.features.vision.requests import VisionRequests
+
+        family = find_family(config, checkpoint)
+        assert family is not None
+        assert info.encoder is not None
+        max_tokens = config.encoder_cache_mib * 2**20 // info.encoder.bytes_per_token
+        return VisionRequests(family, config, tokenizer, max_tokens)
+
     more: dict[str, Any] = {}
+    if info.encoder is not None:
+        more["make_vision"] = make_vision
     if config.enable_lora:
         from nanovllm.features.lora.adapter_registry import make_registry
 

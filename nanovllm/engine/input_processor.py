@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.chat.templates import ChatTemplates
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.features.vision.requests import SeenPrompt, VisionRequests
 
 NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # if it is pooled
 
@@ -45,6 +46,8 @@ class InputProcessor:
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
         make_pooling: makes what knows of vectors, when a request first has PoolingParams.
+        make_vision: makes what knows of pictures, when a prompt first has one; None: the model
+            reads none.
         find_adapter: returns the adapter that a request names, None for none.
         checks: further options of `ParamsCheck`.
     """
@@ -59,6 +62,7 @@ class InputProcessor:
         generates: bool = True,
         make_grammars: "Callable[[], GrammarCompiler] | None" = None,
         make_pooling: "Callable[[PromptLimit], PoolingRequests] | None" = None,
+        make_vision: "Callable[[], VisionRequests] | None" = None,
         find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
         **checks: Any,
     ) -> None:
@@ -68,8 +72,10 @@ class InputProcessor:
         self._grammars: GrammarCompiler | None = None
         self._chat: ChatTemplates | None = None
         self._make_pooling = make_pooling
+        self._make_vision = make_vision
+        self._vision: VisionRequests | None = None
         self._pooling: PoolingRequests | None = None
-        # Guards these three, which are made when first needed; pooling may need chat.
+        # Guards these, which are made when first needed; pooling may need chat.
         self._lock = threading.RLock()
         self._seeds = random.Random(seed)
         self._seq_ids = count()
@@ -110,12 +116,16 @@ class InputProcessor:
             assert self.grammars is not None  # params_check saw to it
             assert not isinstance(form, dict)
             self.grammars.compile(form)
-        token_ids = self._tokenize(prompt, params)
+        seen = self._see(prompt, params) if prompt.pictures else None
+        token_ids = self._tokenize(prompt, params, seen)
         bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None
         others = params.clone(prompt_logprobs=None, prompt_logprob_start=0) if many else params
+        extras: dict[str, Any] = {} if seen is None else dict(seen.extras)
+        if pooling is not None:
+            extras["pooling"] = pooling
         sequences = [
             Sequence(
                 next(self._seq_ids),
@@ -129,7 +139,9 @@ class InputProcessor:
                 adapter=adapter,
                 generates=pooling is None,
                 skips_prefix_cache=pooling is not None and pooling.reads_all,
-                extras=None if pooling is None else {"pooling": pooling},
+                extras=extras or None,
+                inputs=() if seen is None else seen.inputs,
+                rope_offset=0 if seen is None else seen.rope_offset,
             )
             for index in range(params.n)
         ]
@@ -250,10 +262,28 @@ class InputProcessor:
                 "or score(), or over HTTP /v1/embeddings or /rerank"
             )
 
-    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _see(self, prompt: Prompt, params: SamplingParams) -> "SeenPrompt":
+        """Return a prompt with its pictures in it."""
+        if params.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
+            )
+        with self._lock:
+            if self._vision is None and self._make_vision is not None:
+                self._vision = self._make_vision()
+        if self._vision is None:
+            raise InvalidRequestError(
+                "the prompt has pictures, and this model reads text only, or was loaded without "
+                'its tower (limit_mm_per_prompt={"image": 0}): leave them out'
+            )
+        return self._vision.see(prompt, self.limit)
+
+    def _tokenize(
+        self, prompt: Prompt, params: SamplingParams, seen: "SeenPrompt | None"
+    ) -> list[int]:
         """Return the token ids of a prompt."""
         kept = params.truncate_prompt_tokens
-        token_ids = prompt.token_ids
+        token_ids = prompt.token_ids if seen is None else seen.token_ids
         if token_ids is None:
             assert prompt.text is not None
 

@@ -186,13 +186,17 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.embed(batch)
+        size = residual.shape[1]
         for indices, values in batch.embeds:
-            residual[indices] = values.to(residual.dtype)
+            residual[indices] = values[:, :size].to(residual.dtype)
         hidden: torch.Tensor | None = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, 1):
             # The next layer's attention needs all tokens, so only the last layer drops some.
             output_indices = batch.output_indices if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, batch, output_indices)
+            for indices, values in batch.embeds:
+                if number * size < values.shape[1]:
+                    hidden[indices] += values[:, number * size :][:, :size].to(hidden.dtype)
         hidden, _ = self.norm.add_norm(hidden, residual)
         return hidden
 

@@ -1,0 +1,119 @@
+"""Pictures of Qwen3-VL and Qwen3.5 and later: sizes near the picture's own, three positions."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
+from nanovllm.features.vision.tower import LearnedGrid, Merger, TowerConfig, VisionTower
+from nanovllm.layers.rotary_embedding import inverse_frequencies
+from nanovllm.options.validation import check_int
+
+_MAX_RATIO = 200  # of a picture's sides
+_LIMITS = {"shortest_edge": 65536, "longest_edge": 16777216}
+"""Pixels after resizing, at least and at most, where the checkpoint does not say."""
+
+
+class Family(VisionFamily):
+    """Qwen3-VL, Qwen3.5, Qwen3.6 and Qwen3.8.
+
+    The sides are rounded to multiples of 32 pixels, the number of pixels is kept within bounds
+    (`smart_resize` of transformers' Qwen2VLImageProcessor).
+    """
+
+    marker = soft_token = "<|image_pad|>"
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        super().__init__(config, processor)
+        self.patch = self.size("patch_size", 16, high=256)
+        self.merge = self.size("spatial_merge_size", 2, high=16)
+        self.frames = self.size("temporal_patch_size", 2, high=16)
+        self.mean = tuple(processor.get("image_mean") or self.mean)
+        self.std = tuple(processor.get("image_std") or self.std)
+        text = config.get("text_config") or {}
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        self.axes = _interleaved(rope.get("mrope_section") or (24, 20, 20))
+
+    def limits(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the fewest and the most pixels after resizing."""
+        size = {**_LIMITS, **(self.processor.get("size") or {})}
+        for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            if self.processor.get(old) is not None:
+                size[name] = self.processor[old]
+        where = "preprocessor_config.json: size"
+        least = check_int(CheckpointError, where, size["shortest_edge"], 1)
+        most = check_int(CheckpointError, where, size["longest_edge"], 1)
+        refuse_options(options, "min_pixels", "max_pixels")
+        least = check_int(InvalidRequestError, "min_pixels", options.get("min_pixels", least), 1)
+        most = check_int(InvalidRequestError, "max_pixels", options.get("max_pixels", most), 1)
+        return least, most
+
+    def layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
+        if max(width, height) > _MAX_RATIO * min(width, height):
+            raise InvalidRequestError(
+                f"a picture of {width} x {height} pixels: one side may be at most {_MAX_RATIO} "
+                "times the other; cut it"
+            )
+        least, most = self.limits(options)
+        factor = self.patch * self.merge
+        sides = [round(side / factor) * factor for side in (height, width)]
+        if math.prod(sides) > most:
+            beta = math.sqrt(height * width / most)
+            sides = [
+                max(factor, math.floor(side / beta / factor) * factor) for side in (height, width)
+            ]
+        elif math.prod(sides) < least:
+            beta = math.sqrt(least / (height * width))
+            sides = [math.ceil(side * beta / factor) * factor for side in (height, width)]
+        rows, columns = (side // factor for side in sides)
+        return Layout((View(sides[1], sides[0]),), (rows * columns,), (rows, columns))
+
+    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
+        size, merge = self.patch, self.merge
+        rows, columns = (side // (size * merge) for side in pixels.shape[:2])
+        blocks = pixels.view(rows, merge, size, columns, merge, size, 3)
+        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # the patches of a token lie together
+        frames = ordered.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
+        return frames.reshape(rows * columns * merge**2, -1)
+
+    def make_tower(self) -> VisionTower:
+        hidden = self.size("hidden_size")
+        config = TowerConfig(
+            num_layers=self.size("depth", high=256),
+            hidden_size=hidden,
+            intermediate_size=self.size("intermediate_size"),
+            num_heads=self.size("num_heads", high=1024),
+            patch_shape=(3, self.frames, self.patch, self.patch),
+            activation="gelu_tanh",
+        )
+        output = self.size("out_hidden_size")
+        group = self.merge**2
+        tower = VisionTower(
+            config,
+            LearnedGrid(self.size("num_position_embeddings"), hidden, self.merge),
+            Merger(config, group, output),
+            {
+                index: Merger(config, group, output, norm_after=True)
+                for index in self.vision_config.get("deepstack_visual_indexes") or ()
+            },
+            inv_freq=inverse_frequencies(config.head_dim // 2, 10000.0),
+        )
+        tower.places = ("model.visual.", "visual.")
+        tower.names = {
+            r"^patch_embed": "patch_embed.proj",
+            r"^positions": "pos_embed",
+            r"^layers": "blocks",
+            r"\.mlp\.fc": ".mlp.linear_fc",
+            r"^deepstack": "deepstack_merger_list",
+        }
+        return tower
+
+
+def _interleaved(sections: Sequence[int]) -> tuple[int, ...]:
+    """Return what `VisionFamily.axes` is: time, row and column in turns, then time alone."""
+    _, rows, columns = sections
+    ends = {1: 3 * rows, 2: 3 * columns}
+    return tuple(pair % 3 if pair < ends.get(pair % 3, 0) else 0 for pair in range(sum(sections)))

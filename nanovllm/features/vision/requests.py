@@ -1,0 +1,249 @@
+"""Pictures of a prompt: opened, resized, and put in the places of its markers."""
+
+import hashlib
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from nanovllm.core.messages import InputSpan
+from nanovllm.engine.input_checks import PromptLimit
+from nanovllm.engine.prompt import Prompt
+from nanovllm.errors import InvalidRequestError
+from nanovllm.features.vision import pixels
+from nanovllm.features.vision.family import Layout, VisionFamily
+from nanovllm.features.vision.messages import NAME, Picture, PictureSpan, Pixels, rope_offset
+from nanovllm.loading.text_tokenizer import TextTokenizer
+from nanovllm.options.config import Config
+from nanovllm.options.validation import shown
+
+_RULES = "1"
+"""Changes when the same file would become other pixels: it is a part of the digests."""
+
+
+class SeenPrompt(NamedTuple):
+    """A prompt whose markers have become soft tokens."""
+
+    token_ids: list[int]
+    inputs: tuple[InputSpan, ...]
+    extras: dict[str, Any]
+    rope_offset: int
+
+
+class VisionRequests:
+    """Puts pictures into prompts. Many threads may call it at once.
+
+    Args:
+        max_tokens: soft tokens that the embeddings of a request may take room for.
+    """
+
+    def __init__(
+        self,
+        family: VisionFamily,
+        config: Config,
+        tokenizer: TextTokenizer | None,
+        max_tokens: int,
+    ) -> None:
+        self._family = family
+        self._options = config.mm_processor_kwargs or {}
+        self._most = (config.limit_mm_per_prompt or {}).get("image")
+        self._max_image_tokens = config.max_image_tokens
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        family.layout(64, 64, self._options)  # refuse wrong options at the start
+
+    def see(self, prompt: Prompt, limit: PromptLimit) -> SeenPrompt:
+        """Return the prompt with its pictures in it.
+
+        Raises:
+            InvalidRequestError: a picture cannot be read, or is too large; or there are not as many
+                markers as pictures.
+        """
+        if self._most is not None and len(prompt.pictures) > self._most:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt.pictures)} pictures, limit_mm_per_prompt allows "
+                f"{self._most}"
+            )
+        read = [self._read(index, given, prompt) for index, given in enumerate(prompt.pictures)]
+        layouts = [layout for layout, _ in read]
+        if prompt.token_ids is None:
+            assert prompt.text is not None
+            token_ids, places = self._expand_text(prompt, layouts, limit)
+        else:
+            token_ids, places = self._expand_ids(list(prompt.token_ids), layouts)
+        return self._placed(token_ids, places, read)
+
+    def _read(self, index: int, given: Any, prompt: Prompt) -> tuple[Layout, Picture]:
+        """Return what a picture becomes in the prompt, and for the tower."""
+        try:
+            image = _image(given)
+        except pixels.PictureError as error:
+            raise InvalidRequestError(f"picture {index}: {error}") from error
+        options = {**self._options, **prompt.picture_options}
+        try:
+            layout = self._family.layout(image.width, image.height, options)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"picture {index}: {error}") from error
+        most = self._max_image_tokens
+        if most is not None and layout.num_tokens > most:
+            raise InvalidRequestError(
+                f"picture {index}: its {image.width} x {image.height} pixels take "
+                f"{layout.num_tokens} tokens, max_image_tokens allows {most}: make it smaller, or "
+                "lower mm_processor_kwargs' pixels"
+            )
+        return layout, _picture(layout, image, self._family)
+
+    def _expand_text(
+        self, prompt: Prompt, layouts: Seq[Layout], limit: PromptLimit
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return token ids, and for each picture the position of each soft token."""
+        assert prompt.text is not None
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this engine has no tokenizer, so prompts must be lists of token ids, not text"
+            )
+        marker, soft = self._family.marker, self._family.soft_token
+        parts = prompt.text.split(marker)
+        if len(parts) != len(layouts) + 1:
+            raise InvalidRequestError(
+                f"the prompt has {len(layouts)} pictures and {len(parts) - 1} markers "
+                f"{shown(marker)}: it must have one for each"
+            )
+        text = parts[0]
+        owners: list[int] = [-1] * parts[0].count(soft)  # of each soft token: a picture, or -1
+        for number, (layout, after) in enumerate(zip(layouts, parts[1:], strict=True)):
+            for piece in layout.pieces:
+                text += piece if isinstance(piece, str) else soft * piece
+            owners += [number] * layout.num_tokens + [-1] * after.count(soft)
+            text += after
+        token_ids = self._tokenizer.encode(text, add_special_tokens=not prompt.rendered)
+        limit.check_made_tokens(token_ids)
+        positions = [i for i, token in enumerate(token_ids) if token == self._soft_id]
+        if len(positions) != len(owners):
+            raise InvalidRequestError(
+                f"the prompt's text makes {len(positions)} tokens {shown(soft)}, its pictures need "
+                f"{len(owners)}: leave such text out"
+            )
+        places: list[list[int]] = [[] for _ in layouts]
+        for position, owner in zip(positions, owners, strict=True):
+            if owner >= 0:
+                places[owner].append(position)
+        return token_ids, places
+
+    def _expand_ids(
+        self, token_ids: list[int], layouts: Seq[Layout]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Do what `_expand_text` does: a picture's tokens are there, or one for all of them."""
+        soft = self._soft_id
+        found: list[int] = []
+        places: list[list[int]] = []
+        at = 0
+        for number, layout in enumerate(layouts):
+            try:
+                first = token_ids.index(soft, at)
+            except ValueError:
+                raise InvalidRequestError(
+                    f"the prompt has {len(layouts)} pictures and {number} times the token {soft}: "
+                    "it must have it once for each, or as often as the picture has tokens"
+                ) from None
+            found += token_ids[at:first]
+            ids = self._ids_of(layout)
+            places.append([len(found) + i for i, token in enumerate(ids) if token == soft])
+            found += ids
+            is_whole = token_ids[first : first + len(ids)] == ids
+            at = first + (len(ids) if is_whole else 1)
+        return found + token_ids[at:], places
+
+    def _ids_of(self, layout: Layout) -> list[int]:
+        """Return the tokens of a picture."""
+        ids: list[int] = []
+        for piece in layout.pieces:
+            if isinstance(piece, int):
+                ids += [self._soft_id] * piece
+            else:
+                assert self._tokenizer is not None
+                ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+    @property
+    def _soft_id(self) -> int:
+        return self._family.soft_token_id
+
+    def _placed(
+        self,
+        token_ids: list[int],
+        places: Seq[Seq[int]],
+        read: Seq[tuple[Layout, Picture]],
+    ) -> SeenPrompt:
+        """Return the prompt with a span for each run of soft tokens."""
+        sizes = {picture.digest: picture.num_tokens for _, picture in read}
+        if sum(sizes.values()) > self._max_tokens:
+            raise InvalidRequestError(
+                f"the pictures of the prompt have {sum(sizes.values())} tokens, the embeddings of "
+                f"{self._max_tokens} fit into encoder_cache_mib: raise it, or send fewer or "
+                "smaller pictures"
+            )
+        spans: list[PictureSpan] = []
+        inputs: list[InputSpan] = []
+        for positions, (layout, picture) in zip(places, read, strict=True):
+            offset = 0
+            for start, length in _runs(positions):
+                place = start if not spans else start - spans[-1].end + spans[-1].next_place
+                digest = picture.digest
+                spans.append(PictureSpan(start, length, digest, offset, place, layout.grid))
+                inputs.append(InputSpan(start, length, digest, offset, picture))
+                offset += length
+        return SeenPrompt(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+
+
+def _runs(positions: Seq[int]) -> list[tuple[int, int]]:
+    """Return the first position and the length of each run of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and sum(runs[-1]) == position:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((position, 1))
+    return runs
+
+
+def _image(given: Any) -> Image.Image:
+    """Return a picture in RGB, of any of the forms that callers give."""
+    if isinstance(given, Image.Image):
+        pixels.check_size(given.width, given.height)
+        return pixels.as_rgb(given)
+    if isinstance(given, str | Path):
+        path = Path(given).expanduser()
+        if str(given).startswith(("http://", "https://")):
+            raise pixels.PictureError(
+                f"{shown(str(given))} is an address, and nothing is fetched: download it, and give "
+                "the file or its bytes"
+            )
+        try:
+            if not path.is_file():
+                raise pixels.PictureError(f"there is no file {shown(str(given))}")
+            with path.open("rb") as file:
+                given = file.read(pixels.MAX_BYTES + 1)
+        except OSError as error:
+            raise pixels.PictureError(f"cannot read {shown(str(path))}: {error}") from error
+    if isinstance(given, bytes | bytearray | memoryview):
+        return pixels.opened(bytes(given))
+    if hasattr(given, "shape") and hasattr(given, "dtype"):
+        return pixels.from_array(given)
+    raise pixels.PictureError(
+        "give a PIL image, the bytes of a file, its path, or a numpy array, got "
+        f"{type(given).__name__}"
+    )
+
+
+def _picture(layout: Layout, image: Image.Image, family: VisionFamily) -> Picture:
+    """Return a picture as the tower reads it, with its digest."""
+    parts = pixels.resized(image, layout.views, family.resample)
+    digest = hashlib.sha256(f"{_RULES} {layout}".encode())
+    views = []
+    for view, rgb in zip(layout.views, parts, strict=True):
+        width, height = view.size
+        digest.update(rgb)
+        views.append(Pixels(height, width, rgb, height * width // family.patch**2))
+    return Picture(digest.digest(), tuple(views), layout.num_tokens)
