@@ -5,7 +5,7 @@ Owns the tokenizer.
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat.pictures import Locate
     from nanovllm.chat.templates import ChatTemplates
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
@@ -203,6 +204,23 @@ class InputProcessor:
             return self._pooling
 
     @property
+    def vision(self) -> "VisionRequests":
+        """What knows of pictures.
+
+        Raises:
+            InvalidRequestError: the model reads none.
+        """
+        if self._make_vision is None:
+            raise InvalidRequestError(
+                "the prompt has pictures, and this model reads text only, or was loaded without "
+                'what reads them (limit_mm_per_prompt={"image": 0}): leave them out'
+            )
+        with self._lock:
+            if self._vision is None:
+                self._vision = self._make_vision()
+            return self._vision
+
+    @property
     def chat(self) -> "ChatTemplates":
         """What renders conversations.
 
@@ -219,8 +237,28 @@ class InputProcessor:
             if self._chat is None:
                 from nanovllm.chat.templates import ChatTemplates
 
-                self._chat = ChatTemplates(self.tokenizer)
+                marks = () if self._make_vision is None else self.vision.marks
+                self._chat = ChatTemplates(self.tokenizer, *marks)
             return self._chat
+
+    def render(
+        self, messages: Seq[Any], options: Mapping[str, Any], locate: "Locate | None" = None
+    ) -> Prompt:
+        """Return the prompt of a conversation. See `ChatTemplates.render`."""
+        more = {} if locate is None else {"locate": locate}
+        text, pictures, places = self.chat.render(messages, options, **more)
+        return Prompt(text, rendered=True, pictures=pictures, marker_places=places)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt of text.
+
+        Raises:
+            InvalidRequestError: as for `encode`, or a picture cannot be read.
+        """
+        if prompt.pictures:
+            return self.vision.see(prompt, self.limit).token_ids
+        assert prompt.text is not None
+        return self.encode(prompt.text, rendered=prompt.rendered)
 
     def shutdown(self) -> None:
         """End the process that renders conversations, until it is needed again."""
@@ -268,15 +306,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
             )
-        with self._lock:
-            if self._vision is None and self._make_vision is not None:
-                self._vision = self._make_vision()
-        if self._vision is None:
-            raise InvalidRequestError(
-                "the prompt has pictures, and this model reads text only, or was loaded without "
-                'its tower (limit_mm_per_prompt={"image": 0}): leave them out'
-            )
-        return self._vision.see(prompt, self.limit)
+        return self.vision.see(prompt, self.limit)
 
     def _tokenize(
         self, prompt: Prompt, params: SamplingParams, seen: "SeenPrompt | None"

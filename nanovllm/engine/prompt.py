@@ -25,6 +25,8 @@ class Prompt:
     """In the order of their markers: PIL images, bytes or paths of files, numpy arrays."""
     picture_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """`mm_processor_kwargs`."""
+    marker_places: tuple[int, ...] | None = None
+    """Where the markers of pictures begin in the text; None: all that look so are markers."""
 
 
 PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt

@@ -90,6 +90,11 @@ class VisionFamily(ABC):
         """What templates write for a picture."""
 
     @property
+    def placeholder(self) -> str:
+        """What templates write for a picture, with all that is around the marker."""
+        return self.marker
+
+    @property
     @abstractmethod
     def soft_token(self) -> str:
         """The token that stands for a part of a picture."""

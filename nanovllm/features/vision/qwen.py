@@ -25,6 +25,7 @@ class Family(VisionFamily):
     """
 
     marker = soft_token = "<|image_pad|>"
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         super().__init__(config, processor)

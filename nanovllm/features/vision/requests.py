@@ -53,6 +53,11 @@ class VisionRequests:
         self._max_tokens = max_tokens
         family.layout(64, 64, self._options)  # refuse wrong options at the start
 
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What templates write for a picture: the marker, and all of it."""
+        return self._family.marker, self._family.placeholder
+
     def see(self, prompt: Prompt, limit: PromptLimit) -> SeenPrompt:
         """Return the prompt with its pictures in it.
 
@@ -104,7 +109,7 @@ class VisionRequests:
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
         marker, soft = self._family.marker, self._family.soft_token
-        parts = prompt.text.split(marker)
+        parts = _split(prompt.text, marker, prompt.marker_places)
         if len(parts) != len(layouts) + 1:
             raise InvalidRequestError(
                 f"the prompt has {len(layouts)} pictures and {len(parts) - 1} markers "
@@ -195,6 +200,15 @@ class VisionRequests:
                 inputs.append(InputSpan(start, length, digest, offset, picture))
                 offset += length
         return SeenPrompt(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+
+
+def _split(text: str, marker: str, places: Seq[int] | None) -> list[str]:
+    """Return what is between the markers of a text, which begin at `places`; None: all of them."""
+    if places is None:
+        return text.split(marker)
+    starts = [0, *(place + len(marker) for place in places)]
+    ends = [*places, len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _runs(positions: Seq[int]) -> list[tuple[int, int]]:
