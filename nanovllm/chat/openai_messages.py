@@ -55,9 +55,10 @@ def prepared(
 ) -> list[dict[str, Any]]:
     """Return the messages of a conversation as templates read them.
 
-    Each `content` is a string, with a mark for each picture, which is added to `pictures`. What is empty is left out. Arguments of calls are dictionaries; text
-    that is not a JSON object stays text. Of a call only what OpenAI's API defines is kept: client
-    libraries add fields. Reasoning has both its names, and the role "developer" is "system".
+    Each `content` is a string, with a mark for each picture. What is empty is left out. Arguments
+    of calls are dictionaries; text that is not a JSON object stays text. Of a call only what
+    OpenAI's API defines is kept: client libraries add fields. Reasoning has both its names, and the
+    role "developer" is "system".
 
     Args:
         pictures: takes them, in their order; None: the model reads text only.

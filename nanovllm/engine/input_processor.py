@@ -19,7 +19,14 @@ from nanovllm.engine.input_checks import (
     check_unicode,
     no_adapters,
 )
-from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
+from nanovllm.engine.prompt import (
+    Prompt,
+    PromptInput,
+    PromptTokens,
+    as_list,
+    make_prompt,
+    one_for_each,
+)
 from nanovllm.engine.request import Request
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from nanovllm.chat.templates import ChatTemplates
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
-    from nanovllm.features.vision.requests import SeenPrompt, VisionRequests
+    from nanovllm.features.vision.picture_prompts import VisionRequests
 
 NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # if it is pooled
 
@@ -113,24 +120,18 @@ class InputProcessor:
         check_names(request_id, user)
         adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
-        if (form := params.structured_outputs) is not None:
-            assert self.grammars is not None  # params_check saw to it
-            assert not isinstance(form, dict)
-            self.grammars.compile(form)
-        seen = self._see(prompt, params) if prompt.pictures else None
-        token_ids = self._tokenize(prompt, params, seen)
+        self._compile_grammar(params)
+        read = self._read(prompt, params)
         bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None
         others = params.clone(prompt_logprobs=None, prompt_logprob_start=0) if many else params
-        extras: dict[str, Any] = {} if seen is None else dict(seen.extras)
-        if pooling is not None:
-            extras["pooling"] = pooling
+        extras = read.extras if pooling is None else {**read.extras, "pooling": pooling}
         sequences = [
             Sequence(
                 next(self._seq_ids),
-                token_ids,
+                read.token_ids,
                 others if index else params,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,  # of 64 bits, with a sign
                 priority=priority,
@@ -141,8 +142,8 @@ class InputProcessor:
                 generates=pooling is None,
                 skips_prefix_cache=pooling is not None and pooling.reads_all,
                 extras=extras or None,
-                inputs=() if seen is None else seen.inputs,
-                rope_offset=0 if seen is None else seen.rope_offset,
+                inputs=read.inputs,
+                rope_offset=read.rope_offset,
             )
             for index in range(params.n)
         ]
@@ -300,20 +301,34 @@ class InputProcessor:
                 "or score(), or over HTTP /v1/embeddings or /rerank"
             )
 
-    def _see(self, prompt: Prompt, params: SamplingParams) -> "SeenPrompt":
-        """Return a prompt with its pictures in it."""
-        if params.truncate_prompt_tokens is not None:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
-            )
-        return self.vision.see(prompt, self.limit)
+    def _compile_grammar(self, params: SamplingParams) -> None:
+        if (form := params.structured_outputs) is not None:
+            assert self.grammars is not None  # params_check saw to it
+            assert not isinstance(form, dict)
+            self.grammars.compile(form)
 
-    def _tokenize(
-        self, prompt: Prompt, params: SamplingParams, seen: "SeenPrompt | None"
-    ) -> list[int]:
-        """Return the token ids of a prompt."""
+    def _read(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
+        """Return what the model reads of a prompt."""
         kept = params.truncate_prompt_tokens
-        token_ids = prompt.token_ids if seen is None else seen.token_ids
+        if prompt.pictures:
+            if kept is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
+                )
+            read = self.vision.see(prompt, self.limit)
+        else:
+            read = PromptTokens(list(self._tokenize(prompt, kept)))
+        token_ids = self.limit.checked_tokens(read.token_ids, kept)
+        if params.prompt_logprob_start >= len(token_ids):
+            raise InvalidRequestError(
+                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
+                f"has {len(token_ids)} tokens: it must be below that"
+            )
+        return read._replace(token_ids=token_ids)
+
+    def _tokenize(self, prompt: Prompt, kept: int | None) -> Seq[int]:
+        """Return the token ids of a prompt, of which `kept` are kept; None: all."""
+        token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
 
@@ -323,12 +338,6 @@ class InputProcessor:
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        token_ids = self.limit.checked_tokens(token_ids, kept)
-        if params.prompt_logprob_start >= len(token_ids):
-            raise InvalidRequestError(
-                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
-                f"has {len(token_ids)} tokens: it must be below that"
-            )
         return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -476,8 +476,9 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
                 _picture_of(part) if isinstance(part, ImageBlock) else _text_of(part)
                 for part in given
             ]
-            if all(isinstance(part, str) for part in parts):
-                parts = ["\n".join(parts)]
+            texts = [part for part in parts if isinstance(part, str)]
+            if len(texts) == len(parts):
+                parts = ["\n".join(texts)]
             turns.add_result(block.tool_use_id, parts)
 
 

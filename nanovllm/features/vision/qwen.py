@@ -17,7 +17,7 @@ _LIMITS = {"shortest_edge": 65536, "longest_edge": 16777216}
 """Pixels after resizing, at least and at most, where the checkpoint does not say."""
 
 
-class Family(VisionFamily):
+class QwenVL(VisionFamily):
     """Qwen3-VL, Qwen3.5, Qwen3.6 and Qwen3.8.
 
     The sides are rounded to multiples of 32 pixels, the number of pixels is kept within bounds

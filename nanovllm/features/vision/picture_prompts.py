@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
 from nanovllm.core.messages import InputSpan
 from nanovllm.engine.input_checks import PromptLimit
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import Prompt, PromptTokens
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, VisionFamily
@@ -20,15 +20,6 @@ from nanovllm.options.validation import shown
 
 _RULES = "1"
 """Changes when the same file would become other pixels: it is a part of the digests."""
-
-
-class SeenPrompt(NamedTuple):
-    """A prompt whose markers have become soft tokens."""
-
-    token_ids: list[int]
-    inputs: tuple[InputSpan, ...]
-    extras: dict[str, Any]
-    rope_offset: int
 
 
 class VisionRequests:
@@ -58,7 +49,7 @@ class VisionRequests:
         """What templates write for a picture: the marker, and all of it."""
         return self._family.marker, self._family.placeholder
 
-    def see(self, prompt: Prompt, limit: PromptLimit) -> SeenPrompt:
+    def see(self, prompt: Prompt, limit: PromptLimit) -> PromptTokens:
         """Return the prompt with its pictures in it.
 
         Raises:
@@ -180,7 +171,7 @@ class VisionRequests:
         token_ids: list[int],
         places: Seq[Seq[int]],
         read: Seq[tuple[Layout, Picture]],
-    ) -> SeenPrompt:
+    ) -> PromptTokens:
         """Return the prompt with a span for each run of soft tokens."""
         sizes = {picture.digest: picture.num_tokens for _, picture in read}
         if sum(sizes.values()) > self._max_tokens:
@@ -199,7 +190,7 @@ class VisionRequests:
                 spans.append(PictureSpan(start, length, digest, offset, place, layout.grid))
                 inputs.append(InputSpan(start, length, digest, offset, picture))
                 offset += length
-        return SeenPrompt(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+        return PromptTokens(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
 
 
 def _split(text: str, marker: str, places: Seq[int] | None) -> list[str]:
