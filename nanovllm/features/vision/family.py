@@ -124,6 +124,17 @@ class VisionFamily(ABC):
     def patches(self, pixels: "torch.Tensor") -> "torch.Tensor":
         """Return the patches [P, numbers] of a view's normalised pixels [height, width, 3]."""
 
+    def normalized(self, rgb: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
+        """Return the numbers [height, width, 3] float32 of a view's bytes [height * width * 3].
+
+        They are computed in float64 and rounded once, as by transformers' processors on Pillow.
+        """
+        import torch
+
+        mean, std = (torch.tensor(each, dtype=torch.float64) for each in (self.mean, self.std))
+        width, height = size
+        return ((rgb.view(height, width, 3).double() / 255 - mean) / std).float()
+
     @cached_property
     def vision_config(self) -> Mapping[str, Any]:
         found = self.config.get("vision_config")

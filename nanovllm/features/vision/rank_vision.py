@@ -104,10 +104,8 @@ class RankVision(WorkerHook):
     def _begin_view(self, view: Pixels) -> TowerState:
         family = self._family
         pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
-        # In float64, then rounded once: so do transformers' processors on Pillow.
-        mean, std = (torch.tensor(each, dtype=torch.float64) for each in (family.mean, family.std))
-        normal = ((pixels.view(view.height, view.width, 3).double() / 255 - mean) / std).float()
-        patches = family.patches(normal).to(self._device, self._dtype)
+        normalized = family.normalized(pixels, (view.width, view.height))
+        patches = family.patches(normalized).to(self._device, self._dtype)
         rows, columns = view.height // family.patch, view.width // family.patch
         return self.tower.begin(patches, rows, columns)
 
