@@ -63,7 +63,9 @@ FOLDERS = {
     "server": Folder("chat loading engine async_llm options training utils", torch=False),
     "learn": Folder("utils", torch=False),
     "router": Folder("options server utils", torch=False),
-    "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
+    "batch": Folder(
+        "async_llm loading.files options server utils.strict_json utils.system", torch=False
+    ),
     "cli": Folder(
         "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
         "worker.model_report",
