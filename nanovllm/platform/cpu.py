@@ -89,8 +89,8 @@ def available_memory() -> int:
         control_groups("memory"), _CGROUP_FILES
     ):
         try:
-            limit, usage = (int((group / name).read_text()) for name in (limit_name, usage_name))
-            available = min(available, limit - usage + _page_cache(group))
+            left = _number(group / limit_name) - _number(group / usage_name)
+            available = min(available, left + _page_cache(group))
         except (OSError, ValueError):  # other cgroup version, no cgroup, or "max" (no limit)
             continue
     return max(available, 0)
@@ -101,14 +101,19 @@ def memory_limit() -> int:
     limit = physical_memory()
     for group, (limit_name, _) in itertools.product(control_groups("memory"), _CGROUP_FILES):
         with contextlib.suppress(OSError, ValueError):  # as in available_memory
-            limit = min(limit, int((group / limit_name).read_text()))
+            limit = min(limit, _number(group / limit_name))
     return limit
+
+
+def _number(file: Path) -> int:
+    return int(file.read_text(encoding="utf-8"))
 
 
 def _page_cache(group: Path) -> int:
     """Return the reclaimable bytes in a cgroup's usage: cached files, such as weights just read."""
     try:
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        text = (group / "memory.stat").read_text(encoding="utf-8")
+        stat = dict(line.split() for line in text.splitlines())
         return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 0

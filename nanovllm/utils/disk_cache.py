@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanovllm.utils.system import READ_PRIVATE, check_home
+from nanovllm.utils.system import HAS_OWNERS, READ_PRIVATE, check_home
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def check_directory(directory: Path) -> None:
     Args:
         directory: an absolute path without symlinks.
     """
-    _check_path(directory.parent)
+    _check_path(directory.parent if HAS_OWNERS else directory)
     check_ours(directory, _lstat(directory))
 
 

@@ -76,7 +76,7 @@ def _populate(whole: object, gone: list[object], address: int, size: int) -> Non
 
 def return_freed() -> None:
     """Return freed memory to the system. glibc otherwise keeps free memory below a block in use."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, or system
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -108,7 +108,7 @@ def keep_freed() -> None:
     system then zeroes new pages: 175,000 page faults and 5% of the time for 4096 tokens of
     Qwen3-0.6B.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, or system
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2**30)
         mallopt(_M_TRIM_THRESHOLD, 2**30)

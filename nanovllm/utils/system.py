@@ -18,6 +18,8 @@ from typing import IO, Any
 
 UNIX_SOCKETS: int | None = getattr(socket, "AF_UNIX", None)
 """The family of Unix sockets; None where Python has none."""
+HAS_OWNERS = sys.platform != "win32"
+"""Whether a file's status says who owns it and who may write to it."""
 MOVES_OPEN_FILES = sys.platform != "win32"
 """Whether an open file can be renamed, replaced and removed."""
 READS_EARLY = hasattr(os, "posix_fadvise")
