@@ -318,6 +318,9 @@ if __name__ == "__main__":
             _part(_system)
 
 
+__test__ = sys.platform == "linux"
+
+
 def run(system: str) -> None:
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
