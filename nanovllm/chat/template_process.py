@@ -12,22 +12,21 @@ import datetime
 import functools
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import subprocess
+
     from jinja2 import Environment, Template
+
+    from nanovllm.utils.limited_process import Limits
 
 MAX_SECONDS = 1.0  # processor time of one rendering. Time of other processes does not count.
 MAX_BYTES = 256 * 2**20  # memory of the process, in addition to what Python and Jinja take
 MAX_CHARS = 2**24  # length of the rendered text
-
-_OUT_OF_MEMORY = 3  # exit status
 
 
 class TemplateError(Exception):
@@ -86,12 +85,14 @@ class TemplateProcess:
                 self._stop()
 
     def _exchange(self, request: bytes) -> str:
+        from nanovllm.utils.limited_process import Watch
+
         process = self._running()
         assert process.stdin is not None  # both are pipes
         assert process.stdout is not None
         reply = b""
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: there is no reply
+            with Watch(process, MAX_SECONDS, MAX_BYTES) as watch, contextlib.suppress(OSError):
                 process.stdin.write(request)
                 process.stdin.flush()
                 reply = process.stdout.readline()
@@ -99,7 +100,8 @@ class TemplateProcess:
             self._stop()
             raise
         if not reply.endswith(b"\n"):
-            raise TemplateLimitError(_cause(self._stop()))
+            status = self._stop()
+            raise TemplateLimitError(_cause(watch.reached(status), status))
         return reply.decode("utf-8", "surrogatepass")
 
     def _running(self) -> "subprocess.Popen[bytes]":
@@ -107,15 +109,10 @@ class TemplateProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
-        command = [sys.executable, "-I", "-S", __file__, json.dumps([p for p in sys.path if p])]
+        from nanovllm.utils.limited_process import start
+
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
-            )
+            self._process = start(__file__)
         except OSError as error:
             raise TemplateError(f"cannot start a process for it: {error}") from error
         self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
@@ -134,11 +131,11 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
     return process.returncode
 
 
-def _cause(exit_status: int | None) -> str:
+def _cause(limit: str, exit_status: int | None) -> str:
     """Return why the process has ended in the middle of a rendering."""
-    if exit_status == -signal.SIGPROF:
+    if limit == "time":
         return f"it takes more than {MAX_SECONDS:g} s of processor time"
-    if exit_status == _OUT_OF_MEMORY:
+    if limit == "memory":
         return f"it takes more than {MAX_BYTES >> 20} MiB of memory"
     return f"its process ended with status {exit_status}"
 
@@ -161,30 +158,21 @@ def plain_value(value: Any) -> Any:
 # From here on: what runs in the process.
 
 
-def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+def main(limits: "Limits", requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer each line of `requests` with a line of `replies`, until there are no more."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES,) * 2)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    _environment()  # import everything before memory is limited
+    limits.memory(MAX_BYTES)
     for request in requests:
         try:
             template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-            reply = {"text": _render(template, variables)}
+            with limits.time(MAX_SECONDS):
+                reply = {"text": _render(template, variables)}
         except MemoryError:
-            os._exit(_OUT_OF_MEMORY)
+            limits.out_of_memory()
         except RecursionError:
             reply = {"error": "it is nested too deeply, or calls itself without end"}
         except Exception as error:  # a template may raise any exception
             reply = {"error": f"{error}"[:300] or type(error).__name__}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(_encode(reply))
         replies.flush()
 
@@ -234,9 +222,3 @@ def _environment() -> "Environment":
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
-    _environment()  # import everything before memory is limited
-    _serve(sys.stdin.buffer, sys.stdout.buffer)

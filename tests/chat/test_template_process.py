@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from nanovllm.chat import template_process
 from nanovllm.chat.template_process import TemplateError, TemplateProcess
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -163,7 +162,7 @@ def test_process_ends_with_its_owner() -> None:
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process.sys, "executable", "/no/such/python")
+    monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(TemplateError, match="cannot start a process"):
         TemplateProcess().render("a", {})
 
