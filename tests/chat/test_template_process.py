@@ -77,8 +77,9 @@ def test_same_process_renders_one_template_after_another(process: TemplateProces
 def test_process_that_died_is_started_again(process: TemplateProcess) -> None:
     process.render("a", {})
     os.kill(pid_of(process), signal.SIGKILL)
-    assert process._process is not None
-    process._process.wait()
+    running = process._process._process
+    assert running is not None
+    running.wait()
     assert process.render("b", {}) == "b"
 
 
