@@ -71,8 +71,8 @@ FOLDERS = {
         "async_llm loading.files options server utils.strict_json utils.system", torch=False
     ),
     "cli": Folder(
-        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
-        "worker.model_report",
+        "batch chat.pictures demo_model explain lab learn llm options prove ray.row_pool router "
+        "server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),

@@ -6,6 +6,7 @@ list of parts, or else text that it would have written itself.
 
 import base64
 import binascii
+import mimetypes
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from pathlib import Path
@@ -69,6 +70,28 @@ def below(directory: Path) -> Locate:
 def is_picture(part: Any) -> bool:
     """Whether a content part is a picture."""
     return isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
+
+
+def file_part(name: str) -> dict[str, Any]:
+    """Return the content part of a picture's file, with its bytes in it.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+    """
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"cannot read the picture {shown(name)}: {error}") from None
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def with_files(text: str, files: Seq[str]) -> Any:
+    """Return the content of a message with pictures before its text; without files, the text."""
+    if not files:
+        return text
+    return [*map(file_part, files), {"type": "text", "text": text}]
 
 
 def with_marks(texts: list[str | None]) -> str:
