@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu.library import library
@@ -53,9 +54,22 @@ def test_sleep_forgets_pictures_and_not_how_to_read_them(qwen: Any, make_llm: Ma
     assert encoded(llm) == 6
 
 
-def test_pictures_come_back_from_a_directory(
-    qwen: Any, make_llm: Make, tmp_path: Path
-) -> None:
+def test_new_weights_of_the_tower(qwen: Any, make_llm: Make) -> None:
+    """A picture is encoded anew, by them: they are those of another engine then."""
+    path = qwen("qwen3_vl")
+    llm = make_llm(path, dtype="bfloat16")
+    before = answers(llm)
+    tensors = load_file(path / "model.safetensors")
+    changed = {n: t * 0.5 for n, t in tensors.items() if n.startswith("model.visual.blocks.")}
+    llm.update_weights(changed.items())
+    found = answers(llm)
+    assert found[2] == before[2]
+    assert found[:2] != before[:2]
+    llm.update_weights({n: tensors[n] for n in changed}.items())
+    assert answers(llm) == before
+
+
+def test_pictures_come_back_from_a_directory(qwen: Any, make_llm: Make, tmp_path: Path) -> None:
     """Another engine finds their KV there, and encodes no more than its last block needs."""
     path = qwen("qwen3_vl")
     first = make_llm(path, dtype="bfloat16", kv_cache_dir=str(tmp_path))

@@ -301,5 +301,11 @@ class VisionTower(nn.Module):
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
         for pattern, theirs in self.names.items():
             name = re.sub(pattern, theirs, name)
-        names = [place + name for place in self.places]
+        names = self.all_names(self.places[0] + name)
         return next((each for each in names if each in known), names[0])
+
+    def all_names(self, name: str) -> list[str]:
+        """Return the names that checkpoints may have for the tensor that `checkpoint_name` calls
+        `name` where none is known: that first.
+        """
+        return [place + name.removeprefix(self.places[0]) for place in self.places]
