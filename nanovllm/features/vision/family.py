@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAMILIES = {
+    "Mistral3ForConditionalGeneration": "pixtral",
     "Qwen3VLForConditionalGeneration": "qwen",
     "Qwen3VLMoeForConditionalGeneration": "qwen",
     "Qwen3_5ForConditionalGeneration": "qwen",

@@ -161,8 +161,12 @@ class VisionRequests:
         for piece in layout.pieces:
             if isinstance(piece, int):
                 ids += [self._soft_id] * piece
+            elif self._tokenizer is None:
+                raise InvalidRequestError(
+                    f"this engine has no tokenizer, which pictures need here: {shown(piece)} is a "
+                    "part of each. Start it with one"
+                )
             else:
-                assert self._tokenizer is not None
                 ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
