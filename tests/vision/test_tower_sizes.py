@@ -1,6 +1,5 @@
 """Sizes and patches of pictures beside transformers' processors on Pillow."""
 
-import importlib
 import random
 from typing import Any
 
@@ -13,17 +12,11 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, VisionFamily
 from nanovllm.features.vision.messages import Pixels
+from nanovllm.features.vision.pixtral import Pixtral
 from nanovllm.features.vision.rank_vision import patches_of
 from tests.vision.pictured import noise
 
 TOLERANCE: dict[str, Any] = {"rtol": 2e-7, "atol": 2e-7}
-
-
-def family(name: str, config: dict[str, Any], processor: dict[str, Any]) -> VisionFamily:
-    """Return a family of a config.json."""
-    made = importlib.import_module(f"nanovllm.features.vision.{name}").Family(config, processor)
-    assert isinstance(made, VisionFamily)
-    return made
 
 
 def random_sizes(number: int, most: int) -> list[tuple[int, int]]:
@@ -46,7 +39,7 @@ def patches(given: VisionFamily, image: Image.Image, layout: Layout) -> torch.Te
 
 def test_pixtral() -> None:
     vision = {"patch_size": 14, "image_size": 1540}
-    given = family("pixtral", {"vision_config": vision}, {"size": {"longest_edge": 300}})
+    given = Pixtral({"vision_config": vision}, {"size": {"longest_edge": 300}})
     theirs = PixtralImageProcessorPil(size={"longest_edge": 300}, patch_size=28)
     for width, height in random_sizes(60, 500):
         if max(width, height) > 300 * min(width, height):
@@ -64,7 +57,7 @@ def test_pixtral() -> None:
 
 
 def test_pixtral_smaller() -> None:
-    given = family("pixtral", {"vision_config": {"patch_size": 14, "image_size": 1540}}, {})
+    given = Pixtral({"vision_config": {"patch_size": 14, "image_size": 1540}}, {})
     assert given.layout(1540, 770, {}).num_tokens == 55 * 28
     assert given.layout(1540, 770, {"longest_edge": 280}).num_tokens == 10 * 5
     with pytest.raises(InvalidRequestError, match="longest_edge"):

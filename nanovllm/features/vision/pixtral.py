@@ -16,7 +16,7 @@ from nanovllm.models.parts import activation_of
 from nanovllm.options.validation import check_bool, check_int, shown
 
 
-class Family(VisionFamily):
+class Pixtral(VisionFamily):
     """Mistral Small 3.1 and Ministral 3.
 
     A picture whose longest side is above a limit is made smaller, none is made larger. Then the
