@@ -42,15 +42,17 @@ class Case:
     Args:
         config: transformers'.
         processor: preprocessor_config.json.
-        marker: the text of a picture in a prompt, before and after it: what templates write.
+        soft: the soft token.
+        placeholder: what templates write for a picture, with the soft token in it.
         tokens: that follow the soft token's id.
         read: returns the arguments of transformers' model for pictures, and the text in place of
-            each marker.
+            each soft token.
     """
 
     config: Callable[[], PreTrainedConfig]
     processor: dict[str, Any]
     soft: str
+    placeholder: str
     tokens: tuple[str, ...]
     read: Callable[[Seq[Image.Image]], tuple[dict[str, Any], list[str]]]
 
@@ -103,7 +105,9 @@ def ask(case: Case, model: Any, parts: Seq[str | Image.Image]) -> Asked:
     pictures = [part for part in parts if not isinstance(part, str)]
     inputs, texts = case.read(pictures) if pictures else ({}, [])
     of_pictures = iter(texts)
-    whole = "".join(part if isinstance(part, str) else next(of_pictures) for part in parts)
+    text = "".join(part if isinstance(part, str) else case.placeholder for part in parts)
+    between = text.split(case.soft)
+    whole = between[0] + "".join(next(of_pictures) + part for part in between[1:])
     ids = tokenizer_of(case).encode(whole).ids
     with torch.no_grad():
         found = model.generate(
@@ -121,7 +125,6 @@ def ask(case: Case, model: Any, parts: Seq[str | Image.Image]) -> Asked:
         float(torch.log_softmax(logits[0].float(), -1)[token])
         for logits, token in zip(found.logits, token_ids, strict=True)
     ]
-    text = "".join(part if isinstance(part, str) else case.soft for part in parts)
     return Asked(text, pictures, ids, token_ids, logprobs)
 
 

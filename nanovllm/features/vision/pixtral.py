@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
+from nanovllm.features.vision.family import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Layout,
+    View,
+    VisionFamily,
+    refuse_options,
+)
 from nanovllm.features.vision.tower import Merger, TowerConfig, VisionTower
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import inverse_frequencies
@@ -24,14 +31,12 @@ class Pixtral(VisionFamily):
     """
 
     marker = soft_token = "[IMG]"
-    mean = (0.48145466, 0.4578275, 0.40821073)
-    std = (0.26862954, 0.26130258, 0.27577711)
+    mean, std = CLIP_MEAN, CLIP_STD
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         super().__init__(config, processor)
         self.patch = self.size("patch_size", 16, high=256)
-        merge = config.get("spatial_merge_size", 2)
-        self.merge = check_int(CheckpointError, "config.json: spatial_merge_size", merge, 1, 16)
+        self.merge = self.field("spatial_merge_size", 2, check_int, 1, 16)
         self.mean = tuple(processor.get("image_mean") or self.mean)
         self.std = tuple(processor.get("image_std") or self.std)
 
@@ -65,12 +70,12 @@ class Pixtral(VisionFamily):
             raise UnsupportedModelError(
                 f"config.json: vision_feature_layer {shown(layer)} is not supported (only -1)"
             )
-        hidden = self.size("hidden_size")
+        hidden = self.size("hidden_size", 1024)
         config = TowerConfig(
-            num_layers=self.size("num_hidden_layers", high=256),
+            num_layers=self.size("num_hidden_layers", 24, high=256),
             hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size"),
-            num_heads=self.size("num_attention_heads", high=1024),
+            intermediate_size=self.size("intermediate_size", 4096),
+            num_heads=self.size("num_attention_heads", 16, high=1024),
             patch_shape=(3, self.patch, self.patch),
             activation=activation_of(self.vision_config.get("hidden_act", "gelu"), "hidden_act"),
             eps=1e-5,
@@ -81,17 +86,14 @@ class Pixtral(VisionFamily):
             patch_bias=False,
             norm_first=True,
         )
-        text = self.config.get("text_config") or {}
-        size = check_int(CheckpointError, "text_config.hidden_size", text.get("hidden_size"), 1)
-        eps = config_number(text, "rms_norm_eps", 1e-5, 0.0, 1.0)
-        bias = self.config.get("multimodal_projector_bias", False)
+        eps = config_number(self.config.get("text_config") or {}, "rms_norm_eps", 1e-5, 0.0, 1.0)
         merger = Merger(
             config,
             self.merge**2,
-            size,
+            self.text_size,
             RMSNorm(hidden, eps),
-            inner_size=size,
-            bias=check_bool(CheckpointError, "config.json: multimodal_projector_bias", bias),
+            inner_size=self.text_size,
+            bias=self.field("multimodal_projector_bias", False, check_bool),
             activation=activation_of(self.config.get("projector_hidden_act", "gelu"), "projector"),
             mixes=True,
         )
