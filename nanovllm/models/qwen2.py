@@ -18,4 +18,5 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
     """Qwen2.5-VL: Qwen2, whose three position numbers are equal for text."""
 
     reads = frozenset({"mrope_section"})
+    ignores = frozenset({"head_dim"})
     left_out = OTHER_MODALITIES

@@ -1,5 +1,6 @@
 """The families that tests/vision/test_tower_families.py compares with transformers."""
 
+import functools
 import itertools
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Lfm2VlConfig, Lfm3VlConfig, Mistral3Config, Qwen2_5_VLConfig
+from transformers import (
+    Lfm2VlConfig,
+    Lfm3VlConfig,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+    Qwen3VLMoeConfig,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -57,8 +64,13 @@ _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>")
 _QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-def _read_qwen(pictures: Seq[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-    found = Qwen2VLImageProcessorPil(**QWEN)(list(pictures), return_tensors="pt")
+QWEN_3 = {**QWEN, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def _read_qwen(
+    pictures: Seq[Image.Image], processor: dict[str, Any] = QWEN
+) -> tuple[dict[str, Any], list[str]]:
+    found = Qwen2VLImageProcessorPil(**processor)(list(pictures), return_tensors="pt")
     numbers = [int(grid.prod()) // 4 for grid in found["image_grid_thw"]]
     return dict(found), ["<|image_pad|>" * number for number in numbers]
 
@@ -99,6 +111,34 @@ def _qwen2_5() -> Qwen2_5_VLConfig:
             "out_hidden_size": 64,
             "window_size": 16,
             "fullatt_block_indexes": [1],
+        },
+        image_token_id=SOFT,
+        video_token_id=159,
+        vision_start_token_id=SOFT + 1,
+        vision_end_token_id=SOFT + 2,
+        tie_word_embeddings=False,
+    )
+
+
+def _qwen3_moe() -> Qwen3VLMoeConfig:
+    sections = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return Qwen3VLMoeConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **sections},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "depth": 3,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
         },
         image_token_id=SOFT,
         video_token_id=159,
@@ -181,4 +221,12 @@ CASES = {
     "lfm3": Case(_lfm3, QWEN, "<|image_pad|>", _QWEN_PICTURE, _QWEN_TOKENS, _read_qwen),
     "lfm2": Case(_lfm2, LFM2, "<image>", "<image>", _LFM2_TOKENS, _read_lfm2),
     "qwen2.5": Case(_qwen2_5, QWEN, "<|image_pad|>", _QWEN_PICTURE, _QWEN_TOKENS, _read_qwen),
+    "qwen3-moe": Case(
+        _qwen3_moe,
+        QWEN_3,
+        "<|image_pad|>",
+        _QWEN_PICTURE,
+        _QWEN_TOKENS,
+        functools.partial(_read_qwen, processor=QWEN_3),
+    ),
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -110,3 +111,20 @@ def test_bits(seen: Seen) -> None:
         for _ in (0, 1):
             found = results(llm.generate(prompts(seen.asked), GREEDY, use_tqdm=False))
             assert found == expected
+
+
+def test_experts_the_other_way_round(tmp_path: Path) -> None:
+    """Published files of Qwen3-VL with experts have the inputs of their matrices first."""
+    model = save(CASES["qwen3-moe"], tmp_path)
+    answers = []
+    for _ in (0, 1):
+        llm = LLM(str(tmp_path), dtype="float32", max_model_len=64)
+        answers.append(results(llm.generate([list(range(30))], GREEDY, use_tqdm=False)))
+        file = tmp_path / "model.safetensors"
+        tensors = load_file(file)
+        stacked = [name for name in tensors if ".mlp.experts." in name]
+        assert len(stacked) == 2 * model.config.text_config.num_hidden_layers
+        for name in stacked:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+        save_file(tensors, file, {"format": "pt"})
+    assert answers[0] == answers[1]
