@@ -96,7 +96,7 @@ def test_qwen_rules(made: type[VisionFamily], patch: int) -> None:
     "sizes",
     [
         {},
-        {"min_tiles": 1, "max_tiles": 7},
+        {"min_tiles": 3, "max_tiles": 7},
         {"min_image_tokens": 32, "max_image_tokens": 100, "tile_size": 256},
     ],
 )
@@ -115,7 +115,7 @@ def test_lfm2_sizes(sizes: dict[str, int]) -> None:
         layout = given.layout(width, height, {})
         grid = theirs.grid(height, width)
         whole = View(columns * 32, rows * 32)
-        if grid in (None, (1, 1)):
+        if grid is None:
             assert layout.views == (whole,)
             assert layout.pieces == ("<|image_start|>", rows * columns, "<|image_end|>")
             continue
@@ -158,5 +158,7 @@ def test_lfm2_options() -> None:
     assert given.layout(2000, 1000, {"do_image_splitting": False}).num_tokens <= 256
     with pytest.raises(InvalidRequestError, match="tile_size 500 must be a multiple of 32"):
         given.layout(2000, 1000, {"tile_size": 500})
+    with pytest.raises(InvalidRequestError, match="min_tiles 3 must be at most max_tiles, 2"):
+        given.layout(2000, 1000, {"min_tiles": 3, "max_tiles": 2})
     with pytest.raises(InvalidRequestError, match="use_thumbnail"):
         given.layout(2000, 1000, {"use_thumbnail": 3})

@@ -1,27 +1,31 @@
 """Pictures of LFM2-VL: tiles of a large picture and all of it small, and a SigLIP 2 tower."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
 from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
 from nanovllm.features.vision.qwen import blocks_near
 from nanovllm.features.vision.tower import LearnedGrid, Merger, TowerConfig, VisionTower
-from nanovllm.layers.layernorm import LayerNorm
+from nanovllm.layers.layernorm import LayerNorm, Norm
 from nanovllm.models.parts import activation_of
-from nanovllm.options.validation import check_bool, check_float, check_int
+from nanovllm.options.validation import check_bool, check_float, check_int, check_text
 
-_SIZES = {
+_RULES: dict[str, bool | int | float] = {
     "min_image_tokens": 64,
     "max_image_tokens": 256,
+    "do_image_splitting": True,
+    "max_pixels_tolerance": 2.0,
     "min_tiles": 2,
     "max_tiles": 10,
     "tile_size": 512,
+    "use_thumbnail": True,
 }
-"""What preprocessor_config.json may say, and requests, too."""
+"""What preprocessor_config.json may say, and a request."""
 
 
 class Lfm2VL(VisionFamily):
@@ -42,36 +46,40 @@ class Lfm2VL(VisionFamily):
         self.mean = tuple(processor.get("image_mean") or self.mean)
         self.std = tuple(processor.get("image_std") or self.std)
 
-    def sizes(self, options: Mapping[str, Any]) -> dict[str, int]:
-        """Return the sizes that apply to a request."""
-        refuse_options(options, *_SIZES, "do_image_splitting", "use_thumbnail")
-        found = {}
-        for name, default in _SIZES.items():
-            value = self.processor.get(name, default)
-            value = check_int(CheckpointError, f"preprocessor_config.json: {name}", value, 1)
-            found[name] = check_int(InvalidRequestError, name, options.get(name, value), 1, 4096)
-        return found
-
-    def flag(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Return a switch that applies to a request."""
-        value = self.processor.get(name, True)
-        value = check_bool(CheckpointError, f"preprocessor_config.json: {name}", value)
-        return check_bool(InvalidRequestError, name, options.get(name, value))
+    def rule(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Return one of `_RULES`, as the request has it, or the checkpoint."""
+        where: tuple[type[NanoVLLMError], str] = InvalidRequestError, name
+        if name not in options:
+            where = CheckpointError, f"preprocessor_config.json: {name}"
+        default = _RULES[name]
+        value = options.get(name, self.processor.get(name, default))
+        if isinstance(default, bool):
+            return check_bool(*where, value)
+        if isinstance(default, float):
+            return check_float(*where, value, 0.0)
+        return check_int(*where, value, 1, 4096)
 
     def layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
-        sizes = self.sizes(options)
-        most = sizes["max_image_tokens"]
+        refuse_options(options, *_RULES)
+        rules = {name: self.rule(name, options) for name in _RULES}
         block = self.patch * self.merge
-        pixels = (sizes["min_image_tokens"] * block**2, most * block**2)
-        rows, columns = blocks_near((height, width), block, *pixels, fewest=1)
-        tolerance = self.processor.get("max_pixels_tolerance", 2.0)
-        tolerance = check_float(CheckpointError, "max_pixels_tolerance", tolerance, 0.0)
-        near = [max(self.patch, round(side / block) * block) for side in (height, width)]
+        most = rules["max_image_tokens"]
+        limits = rules["min_image_tokens"] * block**2, most * block**2
+        rows, columns = blocks_near((height, width), block, *limits, fewest=1)
+        near = math.prod(max(self.patch, round(side / block) * block) for side in (height, width))
+        is_split = rules["do_image_splitting"] and rules["max_tiles"] > 1
         views: list[View] = []
         pieces: list[str | int] = []
-        if self.flag("do_image_splitting", options) and math.prod(near) > pixels[1] * tolerance:
-            views, pieces = self._tiles(width, height, sizes)
-        if not views or self.flag("use_thumbnail", options):
+        if is_split and near > limits[1] * rules["max_pixels_tolerance"]:
+            side = rules["tile_size"]
+            if side % block:
+                raise InvalidRequestError(f"tile_size {side} must be a multiple of {block}")
+            grid = _tile_grid(width, height, rules)
+            for row, column in itertools.product(*map(range, grid)):
+                box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+                views.append(View(grid[1] * side, grid[0] * side, box))
+                pieces += [f"<|img_row_{row + 1}_col_{column + 1}|>", (side // block) ** 2]
+        if rules["use_thumbnail"] or not views:
             if rows * columns > most:
                 raise InvalidRequestError(
                     f"a picture of {width} x {height} pixels is too narrow: it would take "
@@ -81,29 +89,6 @@ class Lfm2VL(VisionFamily):
             pieces.append(rows * columns)
             views.append(View(columns * block, rows * block))
         return Layout(tuple(views), ("<|image_start|>", *pieces, "<|image_end|>"))
-
-    def _tiles(
-        self, width: int, height: int, sizes: Mapping[str, int]
-    ) -> tuple[list[View], list[str | int]]:
-        """Return the tiles of a picture, and their text; none, if one tile is best."""
-        side = sizes["tile_size"]
-        if side % (self.patch * self.merge):
-            raise InvalidRequestError(
-                f"tile_size {side} must be a multiple of {self.patch * self.merge}"
-            )
-        rows, columns = _tile_grid(width, height, sizes)
-        if rows * columns == 1:
-            return [], []
-        views = []
-        pieces: list[str | int] = []
-        for row in range(rows):
-            for column in range(columns):
-                left, upper = column * side, row * side
-                box = (left, upper, left + side, upper + side)
-                views.append(View(columns * side, rows * side, box))
-                pieces.append(f"<|img_row_{row + 1}_col_{column + 1}|>")
-                pieces.append((side // (self.patch * self.merge)) ** 2)
-        return views, pieces
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.blocks(pixels).permute(0, 2, 3, 1).flatten(1)
@@ -123,20 +108,11 @@ class Lfm2VL(VisionFamily):
             merge=self.merge,
             norm_last=True,
         )
-        norm = self.field("projector_use_layernorm", True, check_bool)
-        merger = Merger(
-            config,
-            self.merge**2,
-            self.text_size,
-            LayerNorm(hidden * self.merge**2, 1e-5) if norm else None,
-            inner_size=self.field("projector_hidden_size", 2560, check_int, 1),
-            bias=self.field("projector_bias", True, check_bool),
-            activation=activation_of(
-                self.config.get("projector_hidden_act", "gelu"), "projector_hidden_act"
-            ),
-        )
-        positions = LearnedGrid(self.size("num_patches", 256), hidden, self.merge, antialias=True)
-        tower = VisionTower(config, positions, merger)
+        has_norm = self.field("projector_use_layernorm", True, check_bool)
+        norm = LayerNorm(hidden * self.merge**2, 1e-5) if has_norm else None
+        places = self.size("num_patches", 256)
+        positions = LearnedGrid(places, hidden, self.merge, antialias=True)
+        tower = VisionTower(config, positions, lfm_merger(self, config, norm, 2560))
         tower.places = ("model.", "")
         tower.parts = ("vision_tower.", "multi_modal_projector.")
         tower.names = {
@@ -153,22 +129,44 @@ class Lfm2VL(VisionFamily):
         return tower
 
 
-def _tile_grid(width: int, height: int, sizes: Mapping[str, int]) -> tuple[int, int]:
+def lfm_merger(
+    family: VisionFamily, config: TowerConfig, norm: Norm | None, inner_size: int
+) -> Merger:
+    """Return the projector of LFM2-VL and LFM3-VL, whose fields are the model's.
+
+    Args:
+        inner_size: where config.json does not say.
+    """
+    activation = family.field("projector_hidden_act", "gelu", check_text)
+    return Merger(
+        config,
+        config.merge**2,
+        family.text_size,
+        norm,
+        inner_size=family.field("projector_hidden_size", inner_size, check_int, 1),
+        bias=family.field("projector_bias", True, check_bool),
+        activation=activation_of(activation, "projector_hidden_act"),
+    )
+
+
+def _tile_grid(width: int, height: int, rules: Mapping[str, int]) -> tuple[int, int]:
     """Return the rows and columns of tiles whose form is nearest to the picture's, and of equal
     forms the larger one if the picture has more than half of its pixels.
     """
-    fewest, most = sizes["min_tiles"], sizes["max_tiles"]
+    fewest, most = max(rules["min_tiles"], 2), rules["max_tiles"]
+    if fewest > most:
+        raise InvalidRequestError(f"min_tiles {fewest} must be at most max_tiles, {most}")
+    # In a set, as transformers has them: the order of equal ones is that of the set.
     grids = {
         (columns, rows)
         for number in range(fewest, most + 1)
-        for columns in range(1, number + 1)
-        for rows in range(1, number + 1)
+        for columns, rows in itertools.product(range(1, number + 1), repeat=2)
         if fewest <= columns * rows <= most
     }
     best, least = (1, 1), math.inf
     for columns, rows in sorted(grids, key=math.prod):
         difference = abs(width / height - columns / rows)
-        has_enough = width * height > 0.5 * sizes["tile_size"] ** 2 * columns * rows
+        has_enough = width * height > 0.5 * rules["tile_size"] ** 2 * columns * rows
         if difference < least or (difference == least and has_enough):
             best, least = (columns, rows), difference
     return best[1], best[0]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from nanovllm.errors import CheckpointError
 from nanovllm.features.vision.family import CLIP_MEAN, CLIP_STD
+from nanovllm.features.vision.lfm2_vl import lfm_merger
 from nanovllm.features.vision.qwen import QwenVL
-from nanovllm.features.vision.tower import Merger, TowerConfig, VisionTower, axial_frequencies
+from nanovllm.features.vision.tower import TowerConfig, VisionTower, axial_frequencies
 from nanovllm.layers.layernorm import LayerNorm, RMSNorm
-from nanovllm.models.parts import activation_of
-from nanovllm.options.validation import check_bool, check_float, check_int, shown
+from nanovllm.options.validation import check_float, shown
 
 _KINDS = ("conv", "full_attention")
 
@@ -44,16 +44,7 @@ class Lfm3VL(QwenVL):
             convolved=self._convolved(),
             kernel_size=self.size("conv_kernel_size", 3, high=65),
         )
-        activation = self.config.get("projector_hidden_act", "gelu")
-        merger = Merger(
-            config,
-            self.merge**2,
-            self.text_size,
-            LayerNorm(hidden, 1e-6),
-            inner_size=self.field("projector_hidden_size", 4096, check_int, 1),
-            bias=self.field("projector_bias", True, check_bool),
-            activation=activation_of(activation, "projector_hidden_act"),
-        )
+        merger = lfm_merger(self, config, LayerNorm(hidden, 1e-6), 4096)
         inv_freq = axial_frequencies(config.head_dim, self.rope_theta(1e6))
         tower = VisionTower(config, None, merger, inv_freq=inv_freq)
         tower.places = ("model.", "")
