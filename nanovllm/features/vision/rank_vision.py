@@ -155,9 +155,7 @@ class RankVision(WorkerHook):
 def patches_of(view: Pixels, family: VisionFamily) -> torch.Tensor:
     """Return what a family's tower reads of a view: patches [P, numbers] float32."""
     pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
-    # In float64, then rounded once: so do transformers' processors on Pillow.
-    mean, std = (torch.tensor(each, dtype=torch.float64) for each in (family.mean, family.std))
-    normal = ((pixels.view(view.height, view.width, 3).double() / 255 - mean) / std).float()
+    normal = family.normalized(pixels, (view.width, view.height))
     return family.patches(normal)
 
 
