@@ -18,8 +18,8 @@ from transformers import (
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.vision.asking import SOFT, TEXT, Case
 from tests.vision.lfm2_sizes import Lfm2Sizes
-from tests.vision.pictured import SOFT, TEXT, Case
 
 PIXTRAL = {"size": {"longest_edge": 60}, "patch_size": 4}
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
+from tests.vision.asking import NUM_NEW, SOFT, Asked, Case, ask, save, tokenizer_of, words
 from tests.vision.family_cases import CASES
-from tests.vision.pictured import NUM_NEW, SOFT, Asked, Case, ask, noise, save, tokenizer_of, words
+from tests.vision.pictures import noise
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=1)
 TOLERANCE = 2e-4
@@ -25,7 +26,7 @@ class Seen:
         self.path = str(path)
         model = save(case, path)
         rng = random.Random(0)
-        first, second = noise(33, 41, 1), noise(61, 17, 2)
+        first, second = noise(41, 33, 1), noise(17, 61, 2)
         self.asked = [
             ask(case, model, parts)
             for parts in (
@@ -34,8 +35,8 @@ class Seen:
                 [words(rng, 7), second],
                 [words(rng, 3), first, words(rng, 2), second, words(rng, 3)],
                 [words(rng, 3), second, first, words(rng, 3)],
-                [words(rng, 2), noise(1, 1, 3), words(rng, 2), noise(1, 55, 4), words(rng, 2)],
-                [words(rng, 2), noise(100, 77, 5), words(rng, 2)],
+                [words(rng, 2), noise(1, 1, 3), words(rng, 2), noise(55, 1, 4), words(rng, 2)],
+                [words(rng, 2), noise(77, 100, 5), words(rng, 2)],
                 [words(rng, 20)],
             )
         ]

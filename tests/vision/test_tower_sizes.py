@@ -19,7 +19,7 @@ from nanovllm.features.vision.pixtral import Pixtral
 from nanovllm.features.vision.qwen2_5_vl import Qwen2_5VL
 from nanovllm.features.vision.rank_vision import patches_of
 from tests.vision.lfm2_sizes import Lfm2Sizes
-from tests.vision.pictured import noise
+from tests.vision.pictures import noise
 
 TOLERANCE: dict[str, Any] = {"rtol": 2e-7, "atol": 2e-7}
 
@@ -51,7 +51,7 @@ def test_pixtral() -> None:
             with pytest.raises(InvalidRequestError, match="at most 300 times"):
                 given.layout(width, height, {})
             continue
-        image = noise(width, height)
+        image = noise(height, width)
         layout = given.layout(width, height, {})
         found = theirs([image], return_tensors="pt")
         rows, columns = (int(side) // 28 for side in found["image_sizes"][0])
@@ -81,7 +81,7 @@ def test_qwen_rules(made: type[VisionFamily], patch: int) -> None:
             with pytest.raises(InvalidRequestError, match="at most 200 times"):
                 given.layout(width, height, {})
             continue
-        image = noise(width, height)
+        image = noise(height, width)
         layout = given.layout(width, height, {})
         found = theirs([image], return_tensors="pt")
         _, rows, columns = found["image_grid_thw"][0].tolist()
@@ -139,7 +139,7 @@ def test_lfm2_sizes(sizes: dict[str, int]) -> None:
 def test_lfm2_patches() -> None:
     """Tiles are parts of the picture in a larger size, and patches are theirs row by row."""
     given = Lfm2VL({"vision_config": {"patch_size": 16}}, {})
-    image = noise(900, 700)
+    image = noise(700, 900)
     layout = given.layout(900, 700, {})
     columns, rows = (size // 512 for size in layout.views[0][:2])
     large = image.resize((columns * 512, rows * 512), Image.Resampling.BILINEAR)

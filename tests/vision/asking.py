@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -66,12 +65,6 @@ class Asked:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Return a picture of random colours."""
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 def words(rng: random.Random, number: int) -> str:
