@@ -1,6 +1,7 @@
 """Sizes and patches of pictures beside transformers' processors on Pillow."""
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, View, VisionFamily
 from nanovllm.features.vision.lfm2_vl import Lfm2VL
@@ -162,3 +163,26 @@ def test_lfm2_options() -> None:
         given.layout(2000, 1000, {"min_tiles": 3, "max_tiles": 2})
     with pytest.raises(InvalidRequestError, match="use_thumbnail"):
         given.layout(2000, 1000, {"use_thumbnail": 3})
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "message"),
+    [
+        (Pixtral, {"vision_feature_layer": [-2]}, "vision_feature_layer"),
+        (Pixtral, {"vision_config": {"hidden_act": "mish"}}, "hidden_act 'mish'"),
+        (Pixtral, {"vision_config": {"num_attention_heads": 3}}, "multiple of its heads, 3"),
+        (Pixtral, {"text_config": {}}, "text_config.hidden_size"),
+        (Lfm2VL, {"projector_bias": "yes"}, "projector_bias"),
+        (Lfm3VL, {"vision_config": {"num_key_value_heads": 3}}, "heads of keys, 3"),
+        (Lfm3VL, {"vision_config": {"layer_types": ["conv"] * 15}}, "for each of 14 layers"),
+        (Lfm3VL, {"vision_config": {"layer_types": ["mamba"] * 14}}, "must be conv or full_att"),
+        (Lfm3VL, {"vision_config": {"rope_theta": 0.5}}, "rope_theta"),
+        (Qwen2_5VL, {"vision_config": {"fullatt_block_indexes": [32]}}, "fullatt_block_indexes"),
+    ],
+)
+def test_towers_that_are_refused(
+    made: type[VisionFamily], fields: dict[str, Any], message: str
+) -> None:
+    config = {"vision_config": {"patch_size": 4}, "text_config": {"hidden_size": 64}, **fields}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(message)):
+        made(config, {}).make_tower()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.layernorm import LayerNorm, Norm
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, OutputSlice
@@ -44,6 +45,14 @@ class TowerConfig:
     kernel_size: int = 3  # of those, in patches
     windowed: Collection[int] = ()  # layers in which patches attend to those of their window
     window: int = 1  # its side, in blocks
+
+    def __post_init__(self) -> None:
+        kv_heads = self.num_kv_heads or self.num_heads
+        if self.hidden_size % self.num_heads or self.num_heads % kv_heads:
+            raise CheckpointError(
+                f"config.json: vision_config's hidden_size {self.hidden_size} must be a multiple "
+                f"of its heads, {self.num_heads}, and those one of its heads of keys, {kv_heads}"
+            )
 
     @property
     def head_dim(self) -> int:
