@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
+from tests.checkpoints import read_json, write_json
 from tests.vision.asking import NUM_NEW, SOFT, Asked, Case, ask, save, tokenizer_of, words
 from tests.vision.family_cases import CASES
 from tests.vision.pictures import noise
@@ -129,3 +130,19 @@ def test_experts_the_other_way_round(tmp_path: Path) -> None:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
         save_file(tensors, file, {"format": "pt"})
     assert answers[0] == answers[1]
+
+
+def test_published_config_of_qwen2_5(tmp_path: Path) -> None:
+    """The published config.json has the text model's fields beside the tower's."""
+    case = CASES["qwen2.5"]
+    asked = ask(case, save(case, tmp_path), ["w1 w2", noise(41, 33), "w3"])
+    config = read_json(tmp_path / "config.json")
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    kept = {key: value for key, value in text.items() if key not in ("layer_types", "model_type")}
+    flat = {**kept, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    write_json(tmp_path / "config.json", flat)
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=64)
+    output = llm.generate(prompts([asked]), GREEDY, use_tqdm=False)[0]
+    assert list(output.outputs[0].token_ids) == asked.token_ids
