@@ -15,7 +15,7 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
-    """Qwen2.5-VL: Qwen2, whose three position numbers are equal for text."""
+    """Qwen2.5-VL, with pictures: Qwen2, whose three position numbers are equal for text."""
 
     reads = frozenset({"mrope_section"})
     ignores = frozenset({"head_dim"})

@@ -12,15 +12,15 @@ _STORED = StoredExperts(linears=None, transposed=True, either=True)
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3-VL: Qwen3, whose three position numbers are equal for text."""
+    """Qwen3-VL, with pictures: Qwen3, whose three position numbers are equal for text."""
 
     reads = _READS
     left_out = OTHER_MODALITIES
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
-    """Qwen3-VL-30B-A3B and 235B-A22B: Qwen3-MoE, whose three position numbers are equal for text;
-    the router's weights are a softmax over the chosen experts.
+    """Qwen3-VL-30B-A3B and 235B-A22B, with pictures: Qwen3-MoE, whose three position numbers are
+    equal for text; the router's weights are a softmax over the chosen experts.
     """
 
     reads = _READS | Qwen3MoeForCausalLM.reads

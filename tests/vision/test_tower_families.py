@@ -118,18 +118,23 @@ def test_bits(seen: Seen) -> None:
 def test_experts_the_other_way_round(tmp_path: Path) -> None:
     """Published files of Qwen3-VL with experts have the inputs of their matrices first."""
     model = save(CASES["qwen3-moe"], tmp_path)
-    answers = []
-    for _ in (0, 1):
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stacked = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
+    assert len(stacked) == 2 * model.config.text_config.num_hidden_layers
+    turned = {name: tensor.transpose(1, 2).contiguous() for name, tensor in stacked.items()}
+
+    def start_and_ask() -> tuple[LLM, Any]:
         llm = LLM(str(tmp_path), dtype="float32", max_model_len=64)
-        answers.append(results(llm.generate([list(range(30))], GREEDY, use_tqdm=False)))
-        file = tmp_path / "model.safetensors"
-        tensors = load_file(file)
-        stacked = [name for name in tensors if ".mlp.experts." in name]
-        assert len(stacked) == 2 * model.config.text_config.num_hidden_layers
-        for name in stacked:
-            tensors[name] = tensors[name].transpose(1, 2).contiguous()
-        save_file(tensors, file, {"format": "pt"})
-    assert answers[0] == answers[1]
+        return llm, results(llm.generate([list(range(30))], GREEDY, use_tqdm=False))
+
+    llm, expected = start_and_ask()
+    llm.update_weights([(name, 2 * tensor) for name, tensor in stacked.items()])
+    assert results(llm.generate([list(range(30))], GREEDY, use_tqdm=False)) != expected
+    llm.update_weights(list(turned.items()))
+    assert results(llm.generate([list(range(30))], GREEDY, use_tqdm=False)) == expected
+    save_file({**tensors, **turned}, file, {"format": "pt"})
+    assert start_and_ask()[1] == expected
 
 
 def test_published_config_of_qwen2_5(tmp_path: Path) -> None:
