@@ -466,7 +466,7 @@ class VisionTower(nn.Module):
         """Return the names that checkpoints may have for the tensor that `checkpoint_name` calls
         `name` where none is known: that first.
         """
-        name = name.removeprefix(self.places[0])
+        own = name.removeprefix(self.places[0])
         # Files of transformers 4 have a module more around a SigLIP tower.
-        both = dict.fromkeys((name, name.replace("vision_tower.", "vision_tower.vision_model.", 1)))
+        both = own, own.replace("vision_tower.", "vision_tower.vision_model.", 1)
         return [place + each for each in both for place in self.places]
