@@ -63,6 +63,10 @@ class ShardTarget:
         part = whole.as_strided(target.shape, target.stride(), target.storage_offset())
         return part.narrow(self.shard.dim, 0, self.shard.unpadded_size)
 
+    def as_stored(self, shape: tuple[int, ...]) -> "ShardTarget":
+        """Return this target for a tensor of this shape. See `Shard.as_stored`."""
+        return dataclasses.replace(self, shard=self.shard.as_stored(shape))
+
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a checkpoint's `tensor` that this rank has, in the shape of `view`."""
         shard = self.shard
@@ -131,6 +135,7 @@ class Targets:
                 f"update_weights: this model has no tensor {shown(name)}; the names are those of "
                 f"its checkpoint, such as {shown(next(iter(self._by_name)))}"
             )
+        targets = [each.as_stored(tuple(shape)) for each in targets]
         expected = targets[0].shard.shape
         if tuple(shape) != expected:
             raise InvalidRequestError(

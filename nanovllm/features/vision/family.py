@@ -5,16 +5,16 @@ import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.files import read_json
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.options.validation import check_int
+from nanovllm.options.validation import check_float, check_int
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,17 @@ if TYPE_CHECKING:
     from nanovllm.features.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""The mean and standard deviation of colours that CLIP was trained with, and many since."""
 
 FAMILIES = {
+    "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VL",
+    "Lfm3VlForConditionalGeneration": "lfm3_vl:Lfm3VL",
+    "Mistral3ForConditionalGeneration": "pixtral:Pixtral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen:QwenVL",
     "Qwen3VLMoeForConditionalGeneration": "qwen:QwenVL",
     "Qwen3_5ForConditionalGeneration": "qwen:QwenVL",
@@ -61,6 +70,12 @@ class Layout:
         """The number of soft tokens, each of which stands for an embedding."""
         return sum(piece for piece in self.pieces if isinstance(piece, int))
 
+    @property
+    def from_soft_to_soft(self) -> tuple[str | int, ...]:
+        """The pieces from the first to the last of soft tokens."""
+        soft = [i for i, piece in enumerate(self.pieces) if isinstance(piece, int)]
+        return self.pieces[soft[0] : soft[-1] + 1]
+
 
 class VisionFamily(ABC):
     """How the models of a family read pictures.
@@ -79,6 +94,8 @@ class VisionFamily(ABC):
     for its column; (): all by its position."""
     patch: int
     """Pixels of a side of a patch."""
+    merge = 1
+    """Patches lie in blocks of merge x merge."""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.config = config
@@ -124,6 +141,15 @@ class VisionFamily(ABC):
     def patches(self, pixels: "torch.Tensor") -> "torch.Tensor":
         """Return the patches [P, numbers] of a view's normalised pixels [height, width, 3]."""
 
+    def blocks(self, pixels: "torch.Tensor") -> "torch.Tensor":
+        """Return the patches of pixels [height, width, 3] in blocks of merge x merge, which lie one
+        after the other: [P, 3, patch, patch].
+        """
+        size, merge = self.patch, self.merge
+        rows, columns = (side // (size * merge) for side in pixels.shape[:2])
+        blocks = pixels.view(rows, merge, size, columns, merge, size, 3)
+        return blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, size, size)
+
     def normalized(self, rgb: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
         """Return the numbers [height, width, 3] float32 of a view's bytes [height * width * 3].
 
@@ -146,6 +172,24 @@ class VisionFamily(ABC):
         """Return a positive integer of vision_config."""
         value = self.vision_config.get(name, default)
         return check_int(CheckpointError, f"config.json: vision_config.{name}", value, 1, high)
+
+    def field(self, name: str, default: T, check: Callable[..., T], *limits: int) -> T:
+        """Return a field of config.json that is no part's, by a check of options/validation.py."""
+        value = self.config.get(name, default)
+        return check(CheckpointError, f"config.json: {name}", value, *limits)
+
+    @cached_property
+    def text_size(self) -> int:
+        """The hidden size of the text model."""
+        text = self.config.get("text_config") or self.config
+        where = "config.json: text_config.hidden_size"
+        return check_int(CheckpointError, where, text.get("hidden_size"), 1)
+
+    def rope_theta(self, default: float) -> float:
+        """Return the base of the tower's angles."""
+        rope = self.vision_config.get("rope_parameters") or self.vision_config
+        where = "config.json: vision_config.rope_theta"
+        return check_float(CheckpointError, where, rope.get("rope_theta", default), 1.0)
 
 
 def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
