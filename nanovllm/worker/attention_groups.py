@@ -65,14 +65,22 @@ class AttentionGroups:
                 return user_backend(spec, asked)
             return select_backend(spec, platform.attention_backends(kernels))
 
-        first = select(_spec(layers[0], max_model_len, common))
+        seen = [0 if spec.vision is None else _picture_tokens(spec, layer) for layer in layers]
+        self.picture_tokens = max(seen)  # of a picture, which see each other; 0: none do
+
+        def spec_for(index: int) -> AttentionSpec:
+            return _spec(layers[index], max_model_len, sees_pictures=seen[index] > 0, **common)
+
+        first = select(spec_for(0))
         common["block_size"] = first.block_size
-        specs = [_spec(layer, max_model_len, common) for layer in layers]
+        specs = [spec_for(index) for index in range(len(layers))]
         backends = {spec: select(spec) for spec in dict.fromkeys(specs)}
         spec_of = dict(zip(layers, specs, strict=True))
         self.causal = all(spec.causal for spec in specs)
-        # Of a step: the last of its prompts is whole, too, if tokens see those after them.
-        self.max_extra_tokens = 0 if self.causal else max_model_len - 1
+        # Of a step: the last of its prompts, or pictures, is whole, too, if tokens see those after
+        # them.
+        most = self.picture_tokens if self.causal else max_model_len
+        self.max_extra_tokens = max(0, most - 1)
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
@@ -155,15 +163,21 @@ def _check_apart(backends: list[Backend], asked: str) -> None:
             )
 
 
-def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:
+def _picture_tokens(spec: NetworkSpec, layer: Attention) -> int:
+    """Return how many tokens of a picture see each other in `layer`."""
+    assert spec.vision is not None
+    options = spec.config.mm_processor_kwargs or {}
+    return spec.vision.tokens_that_see_each_other(options, has_window=bool(layer.options.window))
+
+
+def _spec(layer: Attention, max_model_len: int, **common: Any) -> AttentionSpec:
     """Return what `layer` needs of a backend. A window as long as `max_model_len` is none."""
     num_heads, num_kv_heads, head_dim = layer.sizes
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        **vars(layer.options),
-        **common,
+        **{**vars(layer.options), **common},
     )
     whole = spec.window is not None and spec.window >= max_model_len
     return dataclasses.replace(spec, window=None) if whole else spec

@@ -111,6 +111,15 @@ class VisionFamily(ABC):
             InvalidRequestError: the family reads no such picture, or an option is unknown.
         """
 
+    def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
+        """Return how many soft tokens of a picture see each other, at most, in the layers of the text
+        model that have a window, or in those that have none; 0: each sees only those before it.
+
+        Args:
+            options: `mm_processor_kwargs` of the engine.
+        """
+        return 0
+
     @abstractmethod
     def make_tower(self) -> "VisionTower":
         """Return the network, with weights that are not loaded."""

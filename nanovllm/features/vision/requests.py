@@ -85,6 +85,12 @@ class VisionRequests:
             layout = self._family.layout(image.width, image.height, options)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"picture {index}: {error}") from error
+        whole = self._family.tokens_that_see_each_other(self._options, has_window=True)
+        if whole and layout.num_tokens > whole:
+            raise InvalidRequestError(
+                f"picture {index}: it would take {layout.num_tokens} tokens, which see each other, "
+                f"and by the engine's mm_processor_kwargs at most {whole} do: raise that at start"
+            )
         most = self._max_image_tokens
         if most is not None and layout.num_tokens > most:
             raise InvalidRequestError(
