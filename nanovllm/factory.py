@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.core.worker_info import TierInfo, WorkerInfo
+from nanovllm.core.worker_info import EncoderInfo, TierInfo, WorkerInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine, Observer
 from nanovllm.engine.output_processor import OutputProcessor
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
-    from nanovllm.features.vision.requests import VisionRequests
+    from nanovllm.features.vision.picture_prompts import VisionRequests
     from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
@@ -225,6 +225,18 @@ def make_drafting(
     )
 
 
+def _make_vision(
+    config: Config, info: EncoderInfo, checkpoint: Checkpoint, tokenizer: TextTokenizer | None
+) -> "VisionRequests":
+    from nanovllm.features.vision.family import find_family
+    from nanovllm.features.vision.picture_prompts import VisionRequests
+
+    family = find_family(config, checkpoint)
+    assert family is not None
+    max_tokens = config.encoder_cache_mib * 2**20 // info.bytes_per_token
+    return VisionRequests(family, config, tokenizer, max_tokens)
+
+
 def _input_processor(
     config: Config,
     info: WorkerInfo,
@@ -250,19 +262,9 @@ def _input_processor(
 
         return pooling_requests(config, checkpoint, tokenizer, limit, render, info.kv.causal)
 
-    def make_vision() -> "VisionRequests":
-        from nanovllm.features.vision.family import find_family
-        from nanovllm.features.vision.requests import VisionRequests
-
-        family = find_family(config, checkpoint)
-        assert family is not None
-        assert info.encoder is not None
-        max_tokens = config.encoder_cache_mib * 2**20 // info.encoder.bytes_per_token
-        return VisionRequests(family, config, tokenizer, max_tokens)
-
     more: dict[str, Any] = {}
     if info.encoder is not None:
-        more["make_vision"] = make_vision
+        more["make_vision"] = partial(_make_vision, config, info.encoder, checkpoint, tokenizer)
     if config.enable_lora:
         from nanovllm.features.lora.adapter_registry import make_registry
 

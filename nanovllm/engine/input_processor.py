@@ -5,7 +5,7 @@ Owns the tokenizer.
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,14 @@ from nanovllm.engine.input_checks import (
     check_unicode,
     no_adapters,
 )
-from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
+from nanovllm.engine.prompt import (
+    Prompt,
+    PromptInput,
+    PromptTokens,
+    as_list,
+    make_prompt,
+    one_for_each,
+)
 from nanovllm.engine.request import Request
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -28,10 +35,11 @@ from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat.pictures import Locate
     from nanovllm.chat.templates import ChatTemplates
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
-    from nanovllm.features.vision.requests import SeenPrompt, VisionRequests
+    from nanovllm.features.vision.picture_prompts import VisionRequests
 
 NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # if it is pooled
 
@@ -112,24 +120,18 @@ class InputProcessor:
         check_names(request_id, user)
         adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
-        if (form := params.structured_outputs) is not None:
-            assert self.grammars is not None  # params_check saw to it
-            assert not isinstance(form, dict)
-            self.grammars.compile(form)
-        seen = self._see(prompt, params) if prompt.pictures else None
-        token_ids = self._tokenize(prompt, params, seen)
+        self._compile_grammar(params)
+        read = self._read(prompt, params)
         bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None
         others = params.clone(prompt_logprobs=None, prompt_logprob_start=0) if many else params
-        extras: dict[str, Any] = {} if seen is None else dict(seen.extras)
-        if pooling is not None:
-            extras["pooling"] = pooling
+        extras = read.extras if pooling is None else {**read.extras, "pooling": pooling}
         sequences = [
             Sequence(
                 next(self._seq_ids),
-                token_ids,
+                read.token_ids,
                 others if index else params,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,  # of 64 bits, with a sign
                 priority=priority,
@@ -140,8 +142,8 @@ class InputProcessor:
                 generates=pooling is None,
                 skips_prefix_cache=pooling is not None and pooling.reads_all,
                 extras=extras or None,
-                inputs=() if seen is None else seen.inputs,
-                rope_offset=0 if seen is None else seen.rope_offset,
+                inputs=read.inputs,
+                rope_offset=read.rope_offset,
             )
             for index in range(params.n)
         ]
@@ -203,6 +205,23 @@ class InputProcessor:
             return self._pooling
 
     @property
+    def vision(self) -> "VisionRequests":
+        """What knows of pictures.
+
+        Raises:
+            InvalidRequestError: the model reads none.
+        """
+        if self._make_vision is None:
+            raise InvalidRequestError(
+                "the prompt has pictures, and this model reads text only, or was loaded without "
+                'what reads them (limit_mm_per_prompt={"image": 0}): leave them out'
+            )
+        with self._lock:
+            if self._vision is None:
+                self._vision = self._make_vision()
+            return self._vision
+
+    @property
     def chat(self) -> "ChatTemplates":
         """What renders conversations.
 
@@ -219,8 +238,28 @@ class InputProcessor:
             if self._chat is None:
                 from nanovllm.chat.templates import ChatTemplates
 
-                self._chat = ChatTemplates(self.tokenizer)
+                marks = () if self._make_vision is None else self.vision.marks
+                self._chat = ChatTemplates(self.tokenizer, *marks)
             return self._chat
+
+    def render(
+        self, messages: Seq[Any], options: Mapping[str, Any], locate: "Locate | None" = None
+    ) -> Prompt:
+        """Return the prompt of a conversation. See `ChatTemplates.render`."""
+        more = {} if locate is None else {"locate": locate}
+        text, pictures, places = self.chat.render(messages, options, **more)
+        return Prompt(text, rendered=True, pictures=pictures, marker_places=places)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt of text.
+
+        Raises:
+            InvalidRequestError: as for `encode`, or a picture cannot be read.
+        """
+        if prompt.pictures:
+            return self.vision.see(prompt, self.limit).token_ids
+        assert prompt.text is not None
+        return self.encode(prompt.text, rendered=prompt.rendered)
 
     def shutdown(self) -> None:
         """End the process that renders conversations, until it is needed again."""
@@ -262,28 +301,34 @@ class InputProcessor:
                 "or score(), or over HTTP /v1/embeddings or /rerank"
             )
 
-    def _see(self, prompt: Prompt, params: SamplingParams) -> "SeenPrompt":
-        """Return a prompt with its pictures in it."""
-        if params.truncate_prompt_tokens is not None:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
-            )
-        with self._lock:
-            if self._vision is None and self._make_vision is not None:
-                self._vision = self._make_vision()
-        if self._vision is None:
-            raise InvalidRequestError(
-                "the prompt has pictures, and this model reads text only, or was loaded without "
-                'its tower (limit_mm_per_prompt={"image": 0}): leave them out'
-            )
-        return self._vision.see(prompt, self.limit)
+    def _compile_grammar(self, params: SamplingParams) -> None:
+        if (form := params.structured_outputs) is not None:
+            assert self.grammars is not None  # params_check saw to it
+            assert not isinstance(form, dict)
+            self.grammars.compile(form)
 
-    def _tokenize(
-        self, prompt: Prompt, params: SamplingParams, seen: "SeenPrompt | None"
-    ) -> list[int]:
-        """Return the token ids of a prompt."""
+    def _read(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
+        """Return what the model reads of a prompt."""
         kept = params.truncate_prompt_tokens
-        token_ids = prompt.token_ids if seen is None else seen.token_ids
+        if prompt.pictures:
+            if kept is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
+                )
+            read = self.vision.see(prompt, self.limit)
+        else:
+            read = PromptTokens(list(self._tokenize(prompt, kept)))
+        token_ids = self.limit.checked_tokens(read.token_ids, kept)
+        if params.prompt_logprob_start >= len(token_ids):
+            raise InvalidRequestError(
+                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
+                f"has {len(token_ids)} tokens: it must be below that"
+            )
+        return read._replace(token_ids=token_ids)
+
+    def _tokenize(self, prompt: Prompt, kept: int | None) -> Seq[int]:
+        """Return the token ids of a prompt, of which `kept` are kept; None: all."""
+        token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
 
@@ -293,12 +338,6 @@ class InputProcessor:
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        token_ids = self.limit.checked_tokens(token_ids, kept)
-        if params.prompt_logprob_start >= len(token_ids):
-            raise InvalidRequestError(
-                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
-                f"has {len(token_ids)} tokens: it must be below that"
-            )
         return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

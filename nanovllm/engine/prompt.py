@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.core.messages import Extras, InputSpan
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import plain_text, shown
 
@@ -25,6 +26,17 @@ class Prompt:
     """In the order of their markers: PIL images, bytes or paths of files, numpy arrays."""
     picture_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """`mm_processor_kwargs`."""
+    marker_places: tuple[int, ...] | None = None
+    """Where the markers of pictures begin in the text; None: all that look so are markers."""
+
+
+class PromptTokens(NamedTuple):
+    """What the model reads of a prompt. See `Sequence` for all but the first."""
+
+    token_ids: list[int]
+    inputs: tuple[InputSpan, ...] = ()
+    extras: Extras = {}  # noqa: RUF012 (never changed)
+    rope_offset: int = 0
 
 
 PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt

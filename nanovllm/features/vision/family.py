@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAMILIES = {
-    "Qwen3VLForConditionalGeneration": "qwen",
-    "Qwen3VLMoeForConditionalGeneration": "qwen",
-    "Qwen3_5ForConditionalGeneration": "qwen",
-    "Qwen3_5MoeForConditionalGeneration": "qwen",
+    "Qwen3VLForConditionalGeneration": "qwen:QwenVL",
+    "Qwen3VLMoeForConditionalGeneration": "qwen:QwenVL",
+    "Qwen3_5ForConditionalGeneration": "qwen:QwenVL",
+    "Qwen3_5MoeForConditionalGeneration": "qwen:QwenVL",
 }
-"""The file of each architecture that reads pictures, which has a `Family`."""
+"""The file of each architecture that reads pictures, and the class in it."""
 
 
 class View(NamedTuple):
@@ -90,6 +90,11 @@ class VisionFamily(ABC):
         """What templates write for a picture."""
 
     @property
+    def placeholder(self) -> str:
+        """What templates write for a picture, with all that is around the marker."""
+        return self.marker
+
+    @property
     @abstractmethod
     def soft_token(self) -> str:
         """The token that stands for a part of a picture."""
@@ -148,17 +153,18 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
         CheckpointError: a field of its files has an invalid value.
     """
     fields = checkpoint.config
-    module = FAMILIES.get((fields.get("architectures") or [""])[0])
+    place = FAMILIES.get((fields.get("architectures") or [""])[0])
     is_off = (config.limit_mm_per_prompt or {}).get("image") == 0
-    if module is None or is_off or not fields.get("vision_config"):
+    if place is None or is_off or not fields.get("vision_config"):
         return None
     if importlib.util.find_spec("PIL") is None:
         logger.warning(
             "this model also reads pictures, which needs Pillow: pip install 'nanovllm[vision]'"
         )
         return None
+    module, _, name = place.partition(":")
     found = importlib.import_module(f"nanovllm.features.vision.{module}")
-    family: type[VisionFamily] = found.Family
+    family: type[VisionFamily] = getattr(found, name)
     return family(fields, _processor(checkpoint.path))
 
 

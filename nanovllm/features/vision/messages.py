@@ -48,7 +48,7 @@ class PictureSpan(NamedTuple):
         return self.place + (max(self.grid) or self.length)
 
 
-class Slice(NamedTuple):
+class TowerSlice(NamedTuple):
     """A part of the work of encoding a picture: some layers of the tower, view after view."""
 
     digest: bytes
@@ -60,7 +60,7 @@ class EncoderStep(NamedTuple):
     """What a step does with pictures, before its rows."""
 
     dropped: list[bytes]  # digests of pictures whose embeddings are not needed any more
-    slices: list[Slice]
+    slices: list[TowerSlice]
 
 
 def rope_offset(spans: Iterable[PictureSpan]) -> int:

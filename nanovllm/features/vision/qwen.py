@@ -17,7 +17,7 @@ _LIMITS = {"shortest_edge": 65536, "longest_edge": 16777216}
 """Pixels after resizing, at least and at most, where the checkpoint does not say."""
 
 
-class Family(VisionFamily):
+class QwenVL(VisionFamily):
     """Qwen3-VL, Qwen3.5, Qwen3.6 and Qwen3.8.
 
     The sides are rounded to multiples of 32 pixels, the number of pixels is kept within bounds
@@ -25,6 +25,7 @@ class Family(VisionFamily):
     """
 
     marker = soft_token = "<|image_pad|>"
+    placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         super().__init__(config, processor)

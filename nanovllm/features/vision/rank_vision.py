@@ -18,7 +18,7 @@ from nanovllm.features.vision.messages import (
     Picture,
     PictureSpan,
     Pixels,
-    Slice,
+    TowerSlice,
 )
 from nanovllm.features.vision.tower import TowerState, VisionTower
 from nanovllm.kernels.torch_kernels import Kernels
@@ -84,7 +84,7 @@ class RankVision(WorkerHook):
         for part in step.slices:
             self._encode(part)
 
-    def _encode(self, part: Slice) -> None:
+    def _encode(self, part: TowerSlice) -> None:
         if part.picture is not None:
             self._running[part.digest] = _Encoding(part.picture)
         encoding = self._running[part.digest]

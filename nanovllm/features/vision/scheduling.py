@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from nanovllm.core.messages import Schedule
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.worker_info import EncoderInfo
-from nanovllm.features.vision.messages import NAME, EncoderStep, Picture, Slice
+from nanovllm.features.vision.messages import NAME, EncoderStep, Picture, TowerSlice
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook
 
@@ -76,7 +76,7 @@ class EncoderHook(AdmissionHook):
         """Add the next layers of the tower: as many as cost what the step's rows leave of its
         tokens, and at least one.
         """
-        slices: list[Slice] = []
+        slices: list[TowerSlice] = []
         budget = float(self._budget - schedule.num_tokens)
         while self._begin_next():
             assert self._current is not None
@@ -88,7 +88,7 @@ class EncoderHook(AdmissionHook):
                     break
                 num_layers = 1
             budget -= num_layers * price
-            slices.append(Slice(picture.digest, num_layers, self._current.take(num_layers)))
+            slices.append(TowerSlice(picture.digest, num_layers, self._current.take(num_layers)))
             if self._current.num_left == 0:
                 self._end_encoding()
         if not (slices or self._dropped):

@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
 from nanovllm.core.messages import InputSpan
 from nanovllm.engine.input_checks import PromptLimit
-from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.prompt import Prompt, PromptTokens
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, VisionFamily
@@ -20,15 +20,6 @@ from nanovllm.options.validation import shown
 
 _RULES = "1"
 """Changes when the same file would become other pixels: it is a part of the digests."""
-
-
-class SeenPrompt(NamedTuple):
-    """A prompt whose markers have become soft tokens."""
-
-    token_ids: list[int]
-    inputs: tuple[InputSpan, ...]
-    extras: dict[str, Any]
-    rope_offset: int
 
 
 class VisionRequests:
@@ -53,7 +44,12 @@ class VisionRequests:
         self._max_tokens = max_tokens
         family.layout(64, 64, self._options)  # refuse wrong options at the start
 
-    def see(self, prompt: Prompt, limit: PromptLimit) -> SeenPrompt:
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What templates write for a picture: the marker, and all of it."""
+        return self._family.marker, self._family.placeholder
+
+    def see(self, prompt: Prompt, limit: PromptLimit) -> PromptTokens:
         """Return the prompt with its pictures in it.
 
         Raises:
@@ -110,7 +106,7 @@ class VisionRequests:
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
         marker, soft = self._family.marker, self._family.soft_token
-        parts = prompt.text.split(marker)
+        parts = _split(prompt.text, marker, prompt.marker_places)
         if len(parts) != len(layouts) + 1:
             raise InvalidRequestError(
                 f"the prompt has {len(layouts)} pictures and {len(parts) - 1} markers "
@@ -181,7 +177,7 @@ class VisionRequests:
         token_ids: list[int],
         places: Seq[Seq[int]],
         read: Seq[tuple[Layout, Picture]],
-    ) -> SeenPrompt:
+    ) -> PromptTokens:
         """Return the prompt with a span for each run of soft tokens."""
         sizes = {picture.digest: picture.num_tokens for _, picture in read}
         if sum(sizes.values()) > self._max_tokens:
@@ -200,7 +196,16 @@ class VisionRequests:
                 spans.append(PictureSpan(start, length, digest, offset, place, layout.grid))
                 inputs.append(InputSpan(start, length, digest, offset, picture))
                 offset += length
-        return SeenPrompt(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+        return PromptTokens(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+
+
+def _split(text: str, marker: str, places: Seq[int] | None) -> list[str]:
+    """Return what is between the markers of a text, which begin at `places`; None: all of them."""
+    if places is None:
+        return text.split(marker)
+    starts = [0, *(place + len(marker) for place in places)]
+    ends = [*places, len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _runs(positions: Seq[int]) -> list[tuple[int, int]]:
