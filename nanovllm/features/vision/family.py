@@ -14,7 +14,7 @@ from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.files import read_json
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
-from nanovllm.options.validation import check_int
+from nanovllm.options.validation import check_float, check_int
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,8 @@ class VisionFamily(ABC):
     for its column; (): all by its position."""
     patch: int
     """Pixels of a side of a patch."""
+    merge = 1
+    """Patches lie in blocks of merge x merge."""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.config = config
@@ -133,6 +135,15 @@ class VisionFamily(ABC):
     def patches(self, pixels: "torch.Tensor") -> "torch.Tensor":
         """Return the patches [P, numbers] of a view's normalised pixels [height, width, 3]."""
 
+    def blocks(self, pixels: "torch.Tensor") -> "torch.Tensor":
+        """Return the patches of pixels [height, width, 3] in blocks of merge x merge, which lie one
+        after the other: [P, 3, patch, patch].
+        """
+        size, merge = self.patch, self.merge
+        rows, columns = (side // (size * merge) for side in pixels.shape[:2])
+        blocks = pixels.view(rows, merge, size, columns, merge, size, 3)
+        return blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, size, size)
+
     @cached_property
     def vision_config(self) -> Mapping[str, Any]:
         found = self.config.get("vision_config")
@@ -144,6 +155,12 @@ class VisionFamily(ABC):
         """Return a positive integer of vision_config."""
         value = self.vision_config.get(name, default)
         return check_int(CheckpointError, f"config.json: vision_config.{name}", value, 1, high)
+
+    def rope_theta(self, default: float) -> float:
+        """Return the base of the tower's angles."""
+        rope = self.vision_config.get("rope_parameters") or self.vision_config
+        where = "config.json: vision_config.rope_theta"
+        return check_float(CheckpointError, where, rope.get("rope_theta", default), 1.0)
 
 
 def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:

@@ -8,8 +8,13 @@ import torch
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
-from nanovllm.features.vision.tower import LearnedGrid, Merger, TowerConfig, VisionTower
-from nanovllm.layers.rotary_embedding import inverse_frequencies
+from nanovllm.features.vision.tower import (
+    LearnedGrid,
+    Merger,
+    TowerConfig,
+    VisionTower,
+    axial_frequencies,
+)
 from nanovllm.options.validation import check_int
 
 _MAX_RATIO = 200  # of a picture's sides
@@ -73,12 +78,7 @@ class QwenVL(VisionFamily):
         return Layout((View(sides[1], sides[0]),), (rows * columns,), (rows, columns))
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        size, merge = self.patch, self.merge
-        rows, columns = (side // (size * merge) for side in pixels.shape[:2])
-        blocks = pixels.view(rows, merge, size, columns, merge, size, 3)
-        ordered = blocks.permute(0, 3, 1, 4, 6, 2, 5)  # the patches of a token lie together
-        frames = ordered.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
-        return frames.reshape(rows * columns * merge**2, -1)
+        return self.blocks(pixels).unsqueeze(2).expand(-1, -1, self.frames, -1, -1).flatten(1)
 
     def make_tower(self) -> VisionTower:
         hidden = self.size("hidden_size")
@@ -89,18 +89,20 @@ class QwenVL(VisionFamily):
             num_heads=self.size("num_heads", high=1024),
             patch_shape=(3, self.frames, self.patch, self.patch),
             activation="gelu_tanh",
+            merge=self.merge,
         )
         output = self.size("out_hidden_size")
         group = self.merge**2
         tower = VisionTower(
             config,
             LearnedGrid(self.size("num_position_embeddings"), hidden, self.merge),
-            Merger(config, group, output),
+            Merger(config, group, output, config.norm(hidden, config.eps)),
             {
-                index: Merger(config, group, output, norm_after=True)
+                index: Merger(config, group, output, config.norm(hidden * group, config.eps))
                 for index in self.vision_config.get("deepstack_visual_indexes") or ()
             },
-            inv_freq=inverse_frequencies(config.head_dim // 2, 10000.0),
+            inv_freq=axial_frequencies(config.head_dim, 10000.0),
+            fused=True,
         )
         tower.places = ("model.visual.", "visual.")
         tower.names = {

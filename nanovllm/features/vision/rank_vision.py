@@ -250,7 +250,7 @@ def load_tower(
             forms.finish(module)
         return tower.eval().requires_grad_(False)
     known = {name for file in spec.files for name in read_header(file)}
-    ours = tuple(place for place in tower.places)
+    ours = tuple(place + part for place in tower.places for part in tower.parts)
     ignored = frozenset(name for name in known if not name.startswith(ours))
     load_weights(
         tower,

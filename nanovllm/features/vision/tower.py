@@ -16,6 +16,7 @@ from torch import nn
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.layernorm import LayerNorm, Norm
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, OutputSlice
+from nanovllm.layers.rotary_embedding import inverse_frequencies
 from nanovllm.loading.shards import Shard
 
 
@@ -33,16 +34,42 @@ class TowerConfig:
     norm: type[Norm] = LayerNorm
     bias: bool = True  # of the layers' linears
     gated: bool = False  # whether the MLP is a gated linear unit
+    merge: int = 1  # patches lie in blocks of merge x merge
+    patch_bias: bool = True  # of the linear that embeds patches
+    norm_first: bool = False  # whether embedded patches are normalised
+    norm_last: bool = False  # whether the last layer's states are
+    num_kv_heads: int | None = None  # None: as many as `num_heads`
+    qk_norm: bool = False  # whether queries and keys are normalised, head by head
+    convolved: Collection[int] = ()  # layers with a `GridConvolution` in place of attention
+    kernel_size: int = 3  # of those, in patches
+    windowed: Collection[int] = ()  # layers in which patches attend to those of their window
+    window: int = 1  # its side, in blocks
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
     @property
+    def kv_size(self) -> int:
+        """The numbers of all keys of a patch, or of all values."""
+        return self.head_dim * (self.num_kv_heads or self.num_heads)
+
+    @property
     def layer_weights(self) -> int:
         """The numbers of a layer's matrices."""
         mlp = (2 + self.gated) * self.intermediate_size
-        return self.hidden_size * (4 * self.hidden_size + mlp)
+        return self.hidden_size * (2 * self.hidden_size + 2 * self.kv_size + mlp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The places of a view's patches, which lie block by block."""
+
+    rows: int  # of patches
+    columns: int
+    angles: torch.Tensor | None  # [P, head_dim] float32: cosines, then sines
+    order: torch.Tensor | None = None  # [blocks] int64: those of a window come together
+    windows: tuple[int, ...] = ()  # patches of each window
 
 
 class PatchLinear(LinearBase):
@@ -60,60 +87,113 @@ class PatchLinear(LinearBase):
 
 
 class TowerAttention(nn.Module):
-    """Attention of all patches of a view to each other.
+    """Attention of the patches of a view to each other.
 
     Args:
         fused: whether the checkpoint has one matrix for queries, keys and values.
+        windowed: whether patches attend to those of their window only.
     """
 
-    def __init__(self, config: TowerConfig, *, fused: bool) -> None:
+    def __init__(self, config: TowerConfig, *, fused: bool, windowed: bool) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
         size = config.hidden_size
-        slices = {f"{part}_proj": OutputSlice(size, 0, size) for part in "qkv"}
+        self.head_dim = config.head_dim
+        self.sizes = [size, config.kv_size, config.kv_size]
+        slices = {
+            f"{part}_proj": OutputSlice(outputs, 0, outputs)
+            for part, outputs in zip("qkv", self.sizes, strict=True)
+        }
         self.qkv = ColumnParallelLinear(size, slices, bias=config.bias, fused=fused)
         self.proj = LinearBase(size, size, bias=config.bias)
+        self.q_norm = config.norm(config.head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = config.norm(config.head_dim, config.eps) if config.qk_norm else None
+        self.windowed = windowed
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """Return [P, hidden_size] for `x` [P, hidden_size]; `angles` as `View.angles` are."""
-        qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1)
-        q, k, v = qkv.permute(1, 2, 0, 3)  # [num_heads, P, head_dim] each
-        if angles is not None:
-            q, k = rotated(q, angles), rotated(k, angles)
-        heads = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(heads.transpose(0, 1).reshape(len(x), -1))
+    def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Return [P, hidden_size] for `x` [P, hidden_size]."""
+        parts = self.qkv(x).split(self.sizes, dim=1)
+        q, k, v = (part.view(len(x), -1, self.head_dim) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))  # [heads, P, head_dim] each
+        if grid.angles is not None:
+            q, k = rotated(q, grid.angles), rotated(k, grid.angles)
+        groups = q.shape[0] // k.shape[0]
+        k, v = (part.repeat_interleave(groups, dim=0) if groups > 1 else part for part in (k, v))
+        lengths = list(grid.windows) if self.windowed else [len(x)]
+        heads = [
+            # torch has a quick kernel for four dimensions only.
+            F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in window)).squeeze(0)
+            for window in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
+        ]
+        return self.proj(torch.cat(heads, dim=1).transpose(0, 1).flatten(1))
+
+
+class GridConvolution(nn.Module):
+    """A convolution of each channel over the grid of patches, with a gate before it and one after
+    it.
+    """
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        kernel = config.kernel_size
+        self.merge = config.merge
+        self.in_proj = LinearBase(size, 3 * size)
+        self.conv = nn.Conv2d(size, size, kernel, padding=kernel // 2, groups=size, bias=False)
+        self.out_proj = LinearBase(size, size)
+
+    def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Return [P, hidden_size] for `x` [P, hidden_size]."""
+        before, after, values = self.in_proj(x).chunk(3, dim=1)
+        merge = self.merge
+        rows, columns = grid.rows // merge, grid.columns // merge
+        blocks = (before * values).view(rows, columns, merge, merge, -1)
+        raster = blocks.permute(4, 0, 2, 1, 3).reshape(-1, grid.rows, grid.columns)
+        found = self.conv(raster.unsqueeze(0)).view(-1, rows, merge, columns, merge)
+        return self.out_proj(after * found.permute(1, 3, 2, 4, 0).reshape(x.shape))
 
 
 class TowerMLP(nn.Module):
-    """Two linears with an activation between them."""
+    """Two linears with an activation between them, or a gated linear unit."""
 
     kernels: Kernels = TORCH
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.fc1 = LinearBase(config.hidden_size, size, bias=config.bias)
+        self.fc1: LinearBase = LinearBase(config.hidden_size, size, bias=config.bias)
+        self.gated = config.gated
+        if config.gated:
+            slices = {name: OutputSlice(size, 0, size) for name in ("gate_proj", "up_proj")}
+            self.fc1 = ColumnParallelLinear(config.hidden_size, slices, bias=config.bias)
         self.fc2 = LinearBase(size, config.hidden_size, bias=config.bias)
         self.activation = config.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.kernels.act(self.fc1(x), self.activation))
+        act = self.kernels.act_and_mul if self.gated else self.kernels.act
+        return self.fc2(act(self.fc1(x), self.activation))
 
 
 class TowerLayer(nn.Module):
-    """Attention and MLP, each after a norm, and added to what it reads."""
+    """Attention, or a convolution, and an MLP, each after a norm, and added to what it reads."""
 
-    def __init__(self, config: TowerConfig, *, fused: bool) -> None:
+    def __init__(self, config: TowerConfig, index: int, *, fused: bool) -> None:
         super().__init__()
         self.norm1 = config.norm(config.hidden_size, config.eps)
-        self.attn = TowerAttention(config, fused=fused)
+        self.attn: nn.Module
+        if index in config.convolved:
+            self.attn = GridConvolution(config)
+        else:
+            windowed = index in config.windowed
+            self.attn = TowerAttention(config, fused=fused, windowed=windowed)
         self.norm2 = config.norm(config.hidden_size, config.eps)
         self.mlp = TowerMLP(config)
 
-    def forward(self, hidden: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Return [P, hidden_size] for `hidden` [P, hidden_size], which changes."""
         x, _ = self.norm1.add_norm(None, hidden)
-        x, hidden = self.norm2.add_norm(self.attn(x, angles), hidden)
+        x, hidden = self.norm2.add_norm(self.attn(x, grid), hidden)
         hidden += self.mlp(x)
         return hidden
 
@@ -123,7 +203,10 @@ class Merger(nn.Module):
 
     Args:
         group: how many patches, which lie one after the other, become an embedding.
-        norm_after: whether the norm is one of the whole group.
+        norm: of a patch, or of the whole group; None: none.
+        inner_size: of what is between the linears; None: as of the group.
+        mixes: whether a linear first makes a patch of the group, whose numbers lie channel by
+            channel.
     """
 
     kernels: Kernels = TORCH
@@ -133,44 +216,63 @@ class Merger(nn.Module):
         config: TowerConfig,
         group: int,
         output_size: int,
+        norm: Norm | None,
         *,
-        norm_after: bool = False,
+        inner_size: int | None = None,
+        bias: bool = True,
         activation: str = "gelu",
+        mixes: bool = False,
     ) -> None:
         super().__init__()
+        self.group = group
         self.size = config.hidden_size * group
         self.output_size = output_size
-        self.norm = config.norm(self.size if norm_after else config.hidden_size, config.eps)
-        self.linear_fc1 = LinearBase(self.size, self.size, bias=True)
-        self.linear_fc2 = LinearBase(self.size, output_size, bias=True)
+        self.norm = norm
+        self.mixer = LinearBase(self.size, config.hidden_size) if mixes else None
+        size = config.hidden_size if mixes else self.size
+        inner_size = inner_size or size
+        self.linear_fc1 = LinearBase(size, inner_size, bias=bias)
+        self.linear_fc2 = LinearBase(inner_size, output_size, bias=bias)
         self.activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [P / group, output_size] for `hidden` [P, hidden_size]."""
-        x = hidden.clone().view(-1, self.norm.weight.shape[0])
-        x, _ = self.norm.add_norm(None, x)
-        x = self.linear_fc1(x.view(-1, self.size))
-        return self.linear_fc2(self.kernels.act(x, self.activation))
+        x = hidden
+        if self.norm is not None:
+            x, _ = self.norm.add_norm(None, hidden.view(-1, self.norm.weight.shape[0]))
+        x = x.view(-1, self.size)
+        if self.mixer is not None:
+            x = self.mixer(x.view(len(x), self.group, -1).transpose(1, 2).flatten(1))
+        return self.linear_fc2(self.kernels.act(self.linear_fc1(x), self.activation))
 
 
 class LearnedGrid(nn.Module):
-    """Learned vectors of places on a square, drawn out to the sides of a view: bilinear, and
-    corners stay corners.
+    """Learned vectors of places on a square, drawn out to the sides of a view: bilinear.
 
     Args:
         num_places: a square number.
         merge: patches lie in blocks of merge x merge.
+        antialias: whether a vector covers its share of the side, as a pixel does, and those of many
+            places are averaged; otherwise corners stay corners.
     """
 
-    def __init__(self, num_places: int, hidden_size: int, merge: int) -> None:
+    def __init__(
+        self, num_places: int, hidden_size: int, merge: int, *, antialias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_places, hidden_size))
-        self.side = round(num_places**0.5)
+        self.side = math.isqrt(num_places)
         self.merge = merge
+        self.antialias = antialias
 
     def forward(self, rows: int, columns: int) -> torch.Tensor:
         """Return [P, hidden_size] float32, for rows x columns patches."""
         y, x = block_places(rows, columns, self.merge, self.weight.device)
+        if self.antialias:
+            square = self.weight.float().T.reshape(1, -1, self.side, self.side)
+            size = (rows, columns)
+            drawn = F.interpolate(square, size, mode="bilinear", antialias=True)
+            return drawn[0].flatten(1).T[(y * columns + x).long()]
         last = self.side - 1
         y = y * (last / max(rows - 1, 1))
         x = x * (last / max(columns - 1, 1))
@@ -204,6 +306,22 @@ def block_places(
     )
 
 
+def axial_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Return the frequencies [2, head_dim / 4] float32 of rows and of columns, which are equal."""
+    return inverse_frequencies(head_dim // 2, theta).expand(2, -1)
+
+
+def by_windows(
+    rows: int, columns: int, side: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an order of rows x columns blocks, [blocks] int64, in which the side x side ones of a
+    window come together; and how many blocks each window has, [windows] int64.
+    """
+    y, x = block_places(rows, columns, 1, device)
+    window = (y.long() // side) * math.ceil(columns / side) + x.long() // side
+    return window.argsort(stable=True), window.bincount()
+
+
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Return `x` [heads, P, head_dim] with its pairs (i, i + head_dim / 2) rotated by `angles`
     [P, head_dim]: cosines, then sines.
@@ -219,7 +337,7 @@ class TowerState:
     """A view on its way through a tower."""
 
     hidden: torch.Tensor  # [P, hidden_size]
-    angles: torch.Tensor | None  # [P, head_dim] float32: cosines, then sines
+    grid: Grid
     num_layers: int = 0  # that it has passed
     deep: list[torch.Tensor] = dataclasses.field(default_factory=list)  # [N, output_size] each
 
@@ -228,37 +346,43 @@ class VisionTower(nn.Module):
     """Patches in, embeddings out.
 
     Args:
-        positions: returns what is added to the patches of a grid.
+        positions: returns what is added to the patches of a grid; None: nothing.
         merger: makes embeddings of the last layer's states.
         deepstack: by layer, what makes embeddings of its states, which are added to the outputs of
             the text model's first layers.
-        inv_freq: [head_dim / 4] float32, radians per row and per column; None: nothing rotates.
+        inv_freq: [2, head_dim / 4] float32, radians per row and per column; None: nothing rotates.
 
     Attributes:
         names: patterns of names of tensors, and what a checkpoint has in their places.
         places: prefixes that a checkpoint's names may have.
+        parts: what all names begin with after them.
     """
 
     names: Mapping[str, str]
     places: tuple[str, ...]
+    parts: tuple[str, ...] = ("",)
 
     def __init__(
         self,
         config: TowerConfig,
-        positions: LearnedGrid,
+        positions: LearnedGrid | None,
         merger: Merger,
-        deepstack: Mapping[int, Merger],
+        deepstack: Mapping[int, Merger] | None = None,
         *,
-        inv_freq: torch.Tensor | None,
-        fused: bool = True,
+        inv_freq: torch.Tensor | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
+        deepstack = deepstack or {}
+        size = config.hidden_size
         self.config = config
-        self.patch_embed = PatchLinear(config.patch_shape, config.hidden_size)
+        self.patch_embed = PatchLinear(config.patch_shape, size, bias=config.patch_bias)
         self.positions = positions
+        self.norm_first = config.norm(size, config.eps) if config.norm_first else None
         self.layers = nn.ModuleList(
-            [TowerLayer(config, fused=fused) for _ in range(config.num_layers)]
+            [TowerLayer(config, index, fused=fused) for index in range(config.num_layers)]
         )
+        self.norm_last = config.norm(size, config.eps) if config.norm_last else None
         self.merger = merger
         self.deepstack = nn.ModuleList(deepstack.values())
         self.output_size = (1 + len(deepstack)) * merger.output_size  # of an embedding
@@ -272,19 +396,41 @@ class VisionTower(nn.Module):
             patches: [P, numbers], of rows x columns patches.
         """
         hidden = self.patch_embed(patches)
-        hidden = hidden + self.positions(rows, columns).to(hidden.dtype)
+        if self.positions is not None:
+            hidden = hidden + self.positions(rows, columns).to(hidden.dtype)
+        if self.norm_first is not None:
+            hidden = self.norm_first(hidden)
+        grid = self._grid(rows, columns, hidden.device)
+        return TowerState(self._ordered(hidden, grid.order), grid)
+
+    def _grid(self, rows: int, columns: int, device: torch.device) -> Grid:
+        """Return the places of rows x columns patches, in the order that they have in layers."""
+        config = self.config
+        merge = config.merge
+        order = None
+        windows: tuple[int, ...] = ()
+        if config.windowed:
+            order, blocks = by_windows(rows // merge, columns // merge, config.window, device)
+            windows = tuple((blocks * merge**2).tolist())
         angles = None
         if self._inv_freq is not None:
-            merge = self.positions.merge
-            y, x = block_places(rows, columns, merge, hidden.device)
-            turns = torch.cat([each[:, None] * self._inv_freq for each in (y, x)], dim=1)
-            angles = torch.cat([turns.cos(), turns.sin()], dim=1)
-        return TowerState(hidden, angles)
+            places = block_places(rows, columns, merge, device)
+            both = zip(places, self._inv_freq.to(device), strict=True)
+            turns = [place[:, None] * inv_freq for place, inv_freq in both]
+            together = self._ordered(torch.cat(turns, dim=1), order)
+            angles = torch.cat([together.cos(), together.sin()], dim=1)
+        return Grid(rows, columns, angles, order, windows)
+
+    def _ordered(self, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """Return `x` [P, n] with its blocks in an order."""
+        if order is None:
+            return x
+        return x.view(len(order), -1, x.shape[1])[order].flatten(0, 1)
 
     def run(self, state: TowerState, num_layers: int) -> None:
         """Take a state through the next layers."""
         for layer in self.layers[state.num_layers : state.num_layers + num_layers]:
-            state.hidden = layer(state.hidden, state.angles)
+            state.hidden = layer(state.hidden, state.grid)
             if state.num_layers in self._deepstack_at:
                 at = self._deepstack_at.index(state.num_layers)
                 state.deep.append(self.deepstack[at](state.hidden))
@@ -295,7 +441,10 @@ class VisionTower(nn.Module):
         text model's input, and to add to the outputs of its first D layers.
         """
         assert state.num_layers == len(self.layers)
-        return torch.cat([self.merger(state.hidden), *state.deep], dim=1)
+        hidden = state.hidden if self.norm_last is None else self.norm_last(state.hidden)
+        found = torch.cat([self.merger(hidden), *state.deep], dim=1)
+        order = state.grid.order
+        return found if order is None else found[order.argsort()]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
