@@ -200,8 +200,8 @@ class TorchExplicitBackend(TorchBackend):
             last = -(-seq_len // self.block_size)
             keys = torch.arange(first * self.block_size, seq_len, device=device)
             queries = torch.arange(position, seq_len, device=device)[:, None]
-            last = queries if ends is None else ends[start : start + query_len, None] - 1
-            mask = (keys <= last) & (keys > queries - window)
+            seen = queries if ends is None else ends[start : start + query_len, None] - 1
+            mask = (keys <= seen) & (keys > queries - window)
             blocks = batch.block_tables[row, first:last].long()
             chunks.append(Chunk(start, start + query_len, blocks, len(keys), mask))
             start += query_len

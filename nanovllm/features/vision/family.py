@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAMILIES = {
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4:Gemma4Unified",
     "Qwen3VLForConditionalGeneration": "qwen:QwenVL",
     "Qwen3VLMoeForConditionalGeneration": "qwen:QwenVL",
     "Qwen3_5ForConditionalGeneration": "qwen:QwenVL",
@@ -60,6 +63,12 @@ class Layout:
     def num_tokens(self) -> int:
         """The number of soft tokens, each of which stands for an embedding."""
         return sum(piece for piece in self.pieces if isinstance(piece, int))
+
+    @property
+    def from_soft_to_soft(self) -> tuple[str | int, ...]:
+        """The pieces from the first to the last of soft tokens."""
+        soft = [i for i, piece in enumerate(self.pieces) if isinstance(piece, int)]
+        return self.pieces[soft[0] : soft[-1] + 1]
 
 
 class VisionFamily(ABC):

@@ -150,21 +150,27 @@ class VisionRequests:
                     "it must have it once for each, or as often as the picture has tokens"
                 ) from None
             found += token_ids[at:first]
-            ids = self._ids_of(layout)
-            places.append([len(found) + i for i, token in enumerate(ids) if token == soft])
-            found += ids
+            ids = self._ids_of(layout.from_soft_to_soft)
             is_whole = token_ids[first : first + len(ids)] == ids
             at = first + (len(ids) if is_whole else 1)
+            if not is_whole:
+                ids = self._ids_of(layout.pieces)
+            places.append([len(found) + i for i, token in enumerate(ids) if token == soft])
+            found += ids
         return found + token_ids[at:], places
 
-    def _ids_of(self, layout: Layout) -> list[int]:
-        """Return the tokens of a picture."""
+    def _ids_of(self, pieces: Seq[str | int]) -> list[int]:
+        """Return the tokens of pieces of a picture."""
         ids: list[int] = []
-        for piece in layout.pieces:
+        for piece in pieces:
             if isinstance(piece, int):
                 ids += [self._soft_id] * piece
+            elif self._tokenizer is None:
+                raise InvalidRequestError(
+                    f"this engine has no tokenizer for {shown(piece)}, which is a part of each "
+                    "picture: give all tokens of the pictures"
+                )
             else:
-                assert self._tokenizer is not None
                 ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
