@@ -18,7 +18,10 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""
 _ONLY_CAUSAL = "only supports causal attention"
-_NO_PICTURES = "has no tokens of a picture that see each other (limit_mm_per_prompt: no pictures)"
+_NO_PICTURES = (
+    "lets no tokens of a picture see each other: for text alone, set "
+    'limit_mm_per_prompt={"image": 0}'
+)
 
 
 class Backend(abc.ABC):

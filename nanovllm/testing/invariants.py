@@ -125,7 +125,7 @@ def check_full_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> C
     for key, node in manager.trie.nodes.items():
         assert node.key == key
         assert manager.blocks[node.page].entry is node
-        assert len(node.tokens) == manager.block_size * array("I").itemsize
+        assert len(node.tokens) >= manager.block_size * array("I").itemsize  # and inputs
     return owners
 
 

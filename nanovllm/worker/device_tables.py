@@ -114,9 +114,7 @@ class DeviceTables:
             self.sampling_tensors.write(uploaded[2], uploaded[3])
             self._admit(admissions)
 
-    def batch(
-        self, rows: list[Row], rope: Seq[Replaced] = (), ends: Seq[Replaced] = ()
-    ) -> Batch:
+    def batch(self, rows: list[Row], rope: Seq[Replaced] = (), ends: Seq[Replaced] = ()) -> Batch:
         """Return the tokens of `rows` as a batch, in the order of the rows.
 
         `Batch.others` has the same tokens with each of `other_tables`.

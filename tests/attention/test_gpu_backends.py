@@ -251,6 +251,7 @@ def a_gpu(monkeypatch):
                 ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
                 ({"head_dim": 512}, "head_dim 512 is no multiple of 8 up to 256"),
                 ({"sinks": True}, "has no attention sinks"),
+                ({"sees_pictures": True}, 'for text alone, set limit_mm_per_prompt={"image": 0}'),
                 ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
                 ({"kv_dtype": FP8}, "does not support an 8-bit KV cache"),
             )
@@ -258,7 +259,7 @@ def a_gpu(monkeypatch):
     ],
 )
 def test_refusals(backend_class, changes, reason, a_gpu):
-    assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
+    assert reason in backend_class.refusal(dataclasses.replace(a_gpu, **changes))
 
 
 GPU = cuda.CUDA(torch.device("cuda", 0))

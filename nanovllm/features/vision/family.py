@@ -128,8 +128,8 @@ class VisionFamily(ABC):
         """
 
     def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
-        """Return how many soft tokens of a picture see each other, at most, in the layers of the text
-        model that have a window, or in those that have none; 0: each sees only those before it.
+        """Return how many soft tokens of a picture see each other, at most, in the text model's
+        layers with a window, or in those without; 0: each sees only those before it.
 
         Args:
             options: `mm_processor_kwargs` of the engine.

@@ -49,7 +49,9 @@ class RankVision(WorkerHook):
         self._running: dict[bytes, _Encoding] = {}
         self._spans: dict[int, tuple[PictureSpan, ...]] = {}  # by table row
         self._num_prompt_tokens: dict[int, int] = {}
-        self._sees_whole = network.attention.picture_tokens > 0  # whether soft tokens see each other
+        self._sees_whole = (
+            network.attention.picture_tokens > 0
+        )  # whether soft tokens see each other
         self._angles = None
         if family.axes:
             assert isinstance(network.model, Family)

@@ -150,8 +150,7 @@ class TurnedNorm(RMSNorm):
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield the parts of the weight in their order."""
         rows = turned_rows(1, len(self.weight))
-        targets = self.weight.data.split([part.size for part in rows])
-        for part, target in zip(rows, targets, strict=True):
+        for part, target in zip(rows, self.weight.data.view(len(rows), -1), strict=True):
             yield Shard(f"{prefix}.weight", (part.total,), target, start=part.start)
 
 
@@ -210,10 +209,8 @@ class TowerAttention(nn.Module):
         lengths = list(grid.windows) if self.windowed else [len(x)]
         heads = [
             # torch has a quick kernel for four dimensions only.
-            F.scaled_dot_product_attention(
-                *(part.unsqueeze(0) for part in window), scale=self.scale
-            ).squeeze(0)
-            for window in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
+            F.scaled_dot_product_attention(a[None], b[None], c[None], scale=self.scale)[0]
+            for a, b, c in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
         ]
         return self.proj(torch.cat(heads, dim=1).transpose(0, 1).flatten(1))
 

@@ -256,8 +256,8 @@ def _prefill_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[st
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "ends", "tiles"],
 )
 def _prefill_tile(
-    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, ends, tiles,
-    partial_out, partial_stats, scale,
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, ends,
+    tiles, partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,

@@ -149,8 +149,8 @@ class KVCacheGroup:
 
 
 class BidirectionalGroup(KVCacheGroup):
-    """Keeps tokens that see each other in one step: a picture's, or a prompt's. Owns no pages: those
-    are `FullGroup`'s.
+    """Keeps tokens that see each other in one step: a picture's, or a prompt's. It owns no pages:
+    those are `FullGroup`'s.
 
     For prompts the prefix cache must be off, because a token's keys depend on the tokens after it.
     A picture's tokens may be hit, because `Sequence.inputs` names all of it.
