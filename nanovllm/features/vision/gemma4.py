@@ -81,17 +81,22 @@ class Gemma4(VisionFamily):
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.blocks(pixels).permute(0, 2, 3, 1).flatten(1)
 
-    def make_tower(self) -> VisionTower:
+    def tower_config(self) -> TowerConfig:
+        """Return the sizes of the tower.
+
+        Raises:
+            CheckpointError: its heads are of another size, or fewer are of keys.
+        """
         hidden = self.size("hidden_size")
         num_heads = self.size("num_attention_heads", high=1024)
         eps = float(self.vision_config.get("rms_norm_eps", 1e-6))
         for name, needed in (("num_key_value_heads", num_heads), ("head_dim", hidden // num_heads)):
-            if self.size(name, needed) != needed or needed * num_heads % 4:
+            if self.size(name, needed) != needed or hidden % (4 * num_heads):
                 raise CheckpointError(
                     f"config.json: vision_config.{name} must be {needed}, by hidden_size {hidden} "
-                    f"and num_attention_heads {num_heads}"
+                    f"and num_attention_heads {num_heads}, which must divide a quarter of it"
                 )
-        config = TowerConfig(
+        return TowerConfig(
             num_layers=self.size("num_hidden_layers", high=256),
             hidden_size=hidden,
             intermediate_size=self.size("intermediate_size"),
@@ -110,20 +115,17 @@ class Gemma4(VisionFamily):
             sandwich=True,
             bounded=bool(self.vision_config.get("use_clipped_linears")),
         )
-        standardized = bool(self.vision_config.get("standardize"))
+
+    def make_tower(self) -> VisionTower:
+        config = self.tower_config()
+        hidden, merge = config.hidden_size, self.merge
+        length = self.size("position_embedding_size", 10240)
+        options: dict[str, Any] = {"eps": config.eps, "scale": hidden**0.5}
+        options["standardized"] = bool(self.vision_config.get("standardize"))
         tower = VisionTower(
             config,
-            SummedTables(
-                self.size("position_embedding_size", 10240), hidden, self.merge, by_table=True
-            ),
-            PooledMerger(
-                config,
-                self.merge**2,
-                self.output_size,
-                eps=eps,
-                scale=hidden**0.5,
-                standardized=standardized,
-            ),
+            SummedTables(length, hidden, merge, by_table=True),
+            PooledMerger(config, merge**2, self.output_size, **options),
             inv_freq=axial_frequencies(config.head_dim, self.rope_theta(100.0)),
         )
         parts = ("vision_tower.", "embed_vision.")
