@@ -174,7 +174,7 @@ def main() -> None:
     prompts, output_lens = workload(args.num_seqs, input_len, output_len, args.seed)
 
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B))
+        Path(directory, "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
         start = time.perf_counter()
         run = ENGINES[args.engine](args.model or directory, args)
         startup = time.perf_counter() - start

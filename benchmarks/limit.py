@@ -176,12 +176,12 @@ def weights_meter(network: Network) -> RateMeter:
 
 def reset_peak() -> None:
     """Set the process's peak to what it holds now (proc_pid_clear_refs(5))."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_megabytes() -> float:
     """Return the peak resident memory since `reset_peak`, in MB of a million bytes."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found is not None
     return int(found[1]) * 1024 / 1e6
 

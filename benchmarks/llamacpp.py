@@ -83,7 +83,9 @@ class LlamaCpp:
             params = lib.llama_context_default_params()
             params.n_ctx, params.n_seq_max = sizes[0] * sizes[1], sizes[0]
             params.n_batch = BATCH_SIZE
-            params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+            cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+            num_threads = len(cores) if cores else os.cpu_count()
+            params.n_threads = params.n_threads_batch = num_threads
             for name, value in self._options.items():
                 setattr(params, name, value)
             self._context, self._sizes = lib.llama_init_from_model(self._model, params), sizes

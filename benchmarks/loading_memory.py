@@ -30,7 +30,8 @@ from nanovllm.worker.network import Network
 
 def resident(field: str) -> int:
     """Return `field` of this process's status, in bytes: "VmRSS", or the peak "VmHWM"."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    found = re.search(rf"{field}:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) * 1024
 
@@ -58,7 +59,7 @@ def load(model: str, quantization: str | None) -> dict[str, int]:
     _network(Config(demo_model.MODEL, quantization=quantization, device="cpu"))  # the libraries
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it holds now
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what it holds now
     network = _network(config)
     peak = resident("VmHWM") - before
     gc.collect()

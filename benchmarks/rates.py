@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.cpu.build import find_compiler
-from nanovllm.utils.pages import huge_pages
+from nanovllm.utils.system import anonymous_memory
 
 INSTRUCTIONS = ("float32", "bfloat16", "bfloat16_tiles", "int16", "int8", "int8_tiles")
 """Loops of rates.c: those of instructions that this processor lacks are missing."""
@@ -76,7 +76,7 @@ class RateMeter:
         self._library = _compiled()
         self._num_threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._num_threads)
-        buffer = torch.frombuffer(huge_pages(BUFFER_BYTES), dtype=torch.uint8).fill_(1)
+        buffer = torch.frombuffer(anonymous_memory(BUFFER_BYTES), dtype=torch.uint8).fill_(1)
         self._read_in_turn = [each for each in ([buffer], list(memory)) if each]
 
     def measure(self) -> Rates:

@@ -327,7 +327,7 @@ def checkpoint(model: str | None, directory: str) -> tuple[str, str]:
     if model is not None and model not in CONFIGS:
         bare = Path(model).is_dir() and not any(Path(model).glob("*.safetensors"))
         return model, "dummy" if bare else "auto"
-    Path(directory, "config.json").write_text(json.dumps(CONFIGS[model or SMALL]))
+    Path(directory, "config.json").write_text(json.dumps(CONFIGS[model or SMALL]), encoding="utf-8")
     return directory, "dummy"
 
 
@@ -339,7 +339,7 @@ def described(model: str | None) -> str:
 
 def read_config(model: str) -> dict[str, Any]:
     """Return the config.json of a checkpoint's directory."""
-    config: dict[str, Any] = json.loads(Path(model, "config.json").read_text())
+    config: dict[str, Any] = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
     return config
 
 

@@ -244,7 +244,7 @@ def main() -> None:
     with loadable(args.model) as (model, load_format), tempfile.TemporaryDirectory() as draft:
         if args.method == "draft_model":
             config = {**read_config(model), **DRAFT_SHAPE}
-            Path(draft, "config.json").write_text(json.dumps(config))
+            Path(draft, "config.json").write_text(json.dumps(config), encoding="utf-8")
             spec["model"] = draft
         options: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": 1024}
         options["max_num_batched_tokens"] = 4096  # all prompts in one step

@@ -69,6 +69,8 @@ def stages(command: list[str], names: tuple[str, ...], env: dict[str, str]) -> d
 
 def forget(*files: str) -> None:
     """Drop files, or the weights in a directory, from the page cache."""
+    if sys.platform != "linux":
+        sys.exit("start.py: only Linux drops files from its cache")
     for path in map(Path, files):
         for file in path.glob("*.safetensors") if path.is_dir() else [path]:
             with file.open("rb") as opened:

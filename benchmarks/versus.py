@@ -98,23 +98,23 @@ class Engine:
             self.stop()
             raise
         self.startup = time.perf_counter() - start
-        self._signal(signal.SIGSTOP)
+        self._signal("SIGSTOP")
 
     def run(self, case: Case, seed: int) -> float:
         """Return the seconds that the case's requests take."""
         assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
+        self._signal("SIGCONT")
         json.dump([*case.requests(seed), case.sampling], self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         seconds = self._read()
-        self._signal(signal.SIGSTOP)
+        self._signal("SIGSTOP")
         return seconds
 
     def stop(self) -> None:
         """End the process and its children."""
         with contextlib.suppress(ProcessLookupError):  # it has ended already
-            self._signal(signal.SIGKILL)
+            self._signal("SIGKILL")
         self._process.wait()
 
     def _read(self) -> float:
@@ -126,8 +126,9 @@ class Engine:
                 return float(seconds)
         sys.exit(f"versus.py: {self.name} ended with {self._process.wait()}")
 
-    def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
+    def _signal(self, name: str) -> None:
+        if sys.platform != "win32":  # `started` has ended there
+            os.killpg(self._process.pid, signal.Signals[name])
 
 
 def serve(name: str, model: str, load_format: str, quantization: str | None) -> None:
@@ -205,9 +206,13 @@ def prepared(model: str | None, gguf: str | None, directory: str) -> tuple[str, 
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
     """Start the engines of `engine_parser`'s arguments; stop them at the end, also of a SIGTERM."""
+    if sys.platform == "win32":
+        sys.exit("versus.py stops and continues processes, which Windows cannot: run it in WSL")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that `finally` stops the engines
     if args.cores:
+        if not hasattr(os, "sched_setaffinity"):
+            sys.exit("versus.py: only Linux keeps a process on some cores: leave --cores out")
         os.sched_setaffinity(0, args.cores)  # the engines inherit it
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = prepared(args.model, args.gguf, directory)

@@ -20,7 +20,7 @@ HIDDEN_SIZE, QUERY_SIZE, NUM_LAYERS, RANK = 128, 128, 4, 4  # of the shipped mod
 def write_random_adapter(directory: str) -> None:
     """Write what PEFT's save_pretrained writes, for the query projections."""
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": ["q_proj"]}
-    Path(directory, "adapter_config.json").write_text(json.dumps(config))
+    Path(directory, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for layer in range(NUM_LAYERS):

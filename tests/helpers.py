@@ -272,6 +272,6 @@ def shared_memory(processes: list[Any]) -> set[int]:
     found = set()
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps")
-        lines = maps.read_text().splitlines() if maps.exists() else ()
+        lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else ()
         found |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
     return found

@@ -35,7 +35,7 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
-    "chat": Folder("loading options utils.process", torch=False),
+    "chat": Folder("loading options utils.limited_process utils.process", torch=False),
     "loading": Folder("demo_model options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "kv": Folder("", torch=False),
@@ -67,10 +67,12 @@ FOLDERS = {
     "server": Folder("chat loading engine async_llm options training utils", torch=False),
     "learn": Folder("utils", torch=False),
     "router": Folder("options server utils", torch=False),
-    "batch": Folder("async_llm loading.files options server utils.strict_json", torch=False),
+    "batch": Folder(
+        "async_llm loading.files options server utils.strict_json utils.system", torch=False
+    ),
     "cli": Folder(
-        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
-        "worker.model_report",
+        "batch chat.pictures demo_model explain lab learn llm options prove ray.row_pool router "
+        "server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
@@ -146,7 +148,7 @@ class Source(NamedTuple):
 @functools.cache
 def source(path: Path) -> Source:
     found = Source(set(), set(), [], [])
-    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), True)]
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), True)]
     while nodes:
         node, runs = nodes.pop()
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
@@ -278,7 +280,7 @@ def test_functions_are_short() -> None:
 def c_functions(path: Path) -> Iterator[tuple[str, int]]:
     """Yield functions, from a line with a "(" that starts at the margin to the "}" there."""
     start = None
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         if line[:1].isalpha() and "(" in line:
             start = number

@@ -77,7 +77,7 @@ def _tests_of(path: Path, root: Path) -> Iterator[str]:
 
 
 def _has(test: Path, imports: tuple[str, ...]) -> bool:
-    text = test.read_text()
+    text = test.read_text(encoding="utf-8")
     return any(line in text for line in imports)
 
 

@@ -102,7 +102,7 @@ def plant(kind: str) -> None:
     """Run a fault that the sanitizer `kind` must see."""
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory, "planted.c")
-        source.write_text(PLANTED)
+        source.write_text(PLANTED, encoding="utf-8")
         library = str(source.with_suffix(".so"))
         command = [os.environ["CC"], "-shared", "-fPIC", str(source), "-o", library]
         subprocess.run(command, check=True)

@@ -25,6 +25,9 @@ from typing import Any
 from benchmarks.gpu.part import ROOT, Record
 from benchmarks.gpu.report import PARTS, page, section
 
+if sys.platform == "win32":
+    sys.exit("benchmarks.gpu ends processes in groups, which Windows has not: run it in WSL")
+
 MODULE = "benchmarks.gpu"
 _EXIT_SECONDS = 5
 """Of a part's limit, the seconds that are left to end its process."""
@@ -51,7 +54,7 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> str:
 
     Kills the process after `seconds`, and then whatever processes it has started.
     """
-    with log.open("a") as output:
+    with log.open("a", encoding="utf-8") as output:
         print("===", *command, file=output, flush=True)
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -110,9 +110,9 @@ def run_logged(command: Sequence[str], log: Path, seconds: float) -> int | None:
     Returns the exit status, or None after a timeout.
     """
     if seconds <= 0:
-        log.write_text("no time was left\n")
+        log.write_text("no time was left\n", encoding="utf-8")
         return None
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             return process.wait(seconds)

@@ -67,7 +67,7 @@ def profile(work: Callable[[], Result], trace: Path) -> tuple[Result, list[Kerne
         result = work()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
-    kernels = kernels_of_trace(json.loads(trace.read_text()))
+    kernels = kernels_of_trace(json.loads(trace.read_text(encoding="utf-8")))
     trace.unlink()
     return result, kernels
 

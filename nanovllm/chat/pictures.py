@@ -6,6 +6,7 @@ list of parts, or else text that it would have written itself.
 
 import base64
 import binascii
+import mimetypes
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from pathlib import Path
@@ -25,6 +26,7 @@ _LITERAL = f"nvliteral{_SECRET}"
 """Stands for a marker in text that is no picture's, while a template renders."""
 
 Conversation = list[dict[str, Any]]
+Show = Callable[[Conversation], Conversation]
 Locate = Callable[[str], Path]
 """Returns the file of a path, or raises InvalidRequestError."""
 
@@ -68,6 +70,28 @@ def below(directory: Path) -> Locate:
 def is_picture(part: Any) -> bool:
     """Whether a content part is a picture."""
     return isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS
+
+
+def file_part(name: str) -> dict[str, Any]:
+    """Return the content part of a picture's file, with its bytes in it.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+    """
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"cannot read the picture {shown(name)}: {error}") from None
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def with_files(text: str, files: Seq[str]) -> Any:
+    """Return the content of a message with pictures before its text; without files, the text."""
+    if not files:
+        return text
+    return [*map(file_part, files), {"type": "text", "text": text}]
 
 
 def with_marks(texts: list[str | None]) -> str:
@@ -137,12 +161,17 @@ def _decoded(name: str, data: str) -> bytes:
         raise InvalidRequestError(f"{name}: the picture is not valid base64: {error}") from error
 
 
-def forms(conversation: Conversation, placeholder: str) -> Iterator[Conversation]:
-    """Yield a conversation with its pictures as parts; as text, `placeholder` for each; and the
-    same with those of tools in a message of the user after the results.
+def forms(conversation: Conversation, placeholder: str) -> Iterator[tuple[Conversation, Show]]:
+    """Yield a conversation, and how a template may be shown its messages: with pictures as parts;
+    as text, `placeholder` for each; and as parts, those of tools in a message of the user after
+    the results.
     """
-    yield [_as_parts(message) for message in conversation]
-    yield [_as_text(message, placeholder) for message in conversation]
+
+    def as_text(messages: Conversation) -> Conversation:
+        return [_as_text(message, placeholder) for message in messages]
+
+    yield conversation, as_parts
+    yield conversation, as_text
     moved: Conversation = []
     waiting: list[str] = []
     for message in [*conversation, {"role": ""}]:
@@ -154,7 +183,12 @@ def forms(conversation: Conversation, placeholder: str) -> Iterator[Conversation
             waiting += [text for text in texts if text == _PICTURE]
             message = {**message, "content": "\n".join(t for t in texts if t != _PICTURE)}
         moved.append(message)
-    yield [_as_parts(message) for message in moved[:-1]]
+    yield moved[:-1], as_parts
+
+
+def as_parts(messages: Conversation) -> Conversation:
+    """Return messages in which pictures are parts."""
+    return [_as_parts(message) for message in messages]
 
 
 def _as_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,27 +7,20 @@ takes years, and no thread can interrupt such an operation. A process can be end
 This file is the program of that process, too. So it imports only the standard library at its top.
 """
 
-import contextlib
 import datetime
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
+    from nanovllm.utils.limited_process import Limits
+
 MAX_SECONDS = 1.0  # processor time of one rendering. Time of other processes does not count.
 MAX_BYTES = 256 * 2**20  # memory of the process, in addition to what Python and Jinja take
 MAX_CHARS = 2**24  # length of the rendered text
-
-_OUT_OF_MEMORY = 3  # exit status
 
 
 class TemplateError(Exception):
@@ -45,22 +38,9 @@ class TemplateProcess:
     """
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
-        from nanovllm.utils.process import call_in_forked  # the process itself does without
+        from nanovllm.utils.limited_process import LimitedProcess  # the process does without
 
-        call_in_forked(self._let_go)
-
-    def _let_go(self) -> None:
-        """Give up the pipes of a forked process. The process would live as long as that does."""
-        if self._process is not None:
-            null = os.open(os.devnull, os.O_RDWR)
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                os.dup2(null, pipe.fileno(), inheritable=False)  # what is buffered goes nowhere
-            os.close(null)
+        self._process = LimitedProcess(__file__, MAX_SECONDS, MAX_BYTES)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the text that a template makes of variables, which hold JSON values.
@@ -70,83 +50,29 @@ class TemplateProcess:
                 process was forked from the one that made this object.
             TypeError, ValueError, RecursionError: the variables are not JSON values.
         """
-        if os.getpid() != self._owner:
-            raise TemplateError("this process was forked after the model was loaded")
+        from nanovllm.utils.limited_process import LimitError
+
         request = _encode([template, variables])
-        with self._lock:
-            reply: dict[str, str] = json.loads(self._exchange(request))
+        try:
+            reply = json.loads(self._process.ask(request).decode("utf-8", "surrogatepass"))
+        except LimitError as error:
+            if self._process.is_forked:
+                raise TemplateError(f"{error}") from error
+            raise TemplateLimitError(f"{error}") from error
         if "error" in reply:
             raise TemplateError(reply["error"])
-        return reply["text"]
+        text: str = reply["text"]
+        return text
 
     def shutdown(self) -> None:
         """End the process. A later rendering starts a new one. A forked process changes nothing."""
-        if os.getpid() == self._owner:
-            with self._lock:
-                self._stop()
-
-    def _exchange(self, request: bytes) -> str:
-        process = self._running()
-        assert process.stdin is not None  # both are pipes
-        assert process.stdout is not None
-        reply = b""
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: there is no reply
-                process.stdin.write(request)
-                process.stdin.flush()
-                reply = process.stdout.readline()
-        except BaseException:  # Ctrl-C: its reply would be taken for that to the next request
-            self._stop()
-            raise
-        if not reply.endswith(b"\n"):
-            raise TemplateLimitError(_cause(self._stop()))
-        return reply.decode("utf-8", "surrogatepass")
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process; start one if there is none, or if it has ended."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._stop()
-        command = [sys.executable, "-I", "-S", __file__, json.dumps([p for p in sys.path if p])]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
-            )
-        except OSError as error:
-            raise TemplateError(f"cannot start a process for it: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
-        return self._process
-
-    def _stop(self) -> int | None:
-        """End the process and return its exit status; None if there is none."""
-        self._process = None
-        return self._finalizer() if self._finalizer is not None else None
-
-
-def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
-    if os.getpid() == owner:  # a forked process would wait for what is not its child
-        process.kill()
-        process.communicate()
-    return process.returncode
-
-
-def _cause(exit_status: int | None) -> str:
-    """Return why the process has ended in the middle of a rendering."""
-    if exit_status == -signal.SIGPROF:
-        return f"it takes more than {MAX_SECONDS:g} s of processor time"
-    if exit_status == _OUT_OF_MEMORY:
-        return f"it takes more than {MAX_BYTES >> 20} MiB of memory"
-    return f"its process ended with status {exit_status}"
+        self._process.shutdown()
 
 
 def _encode(value: Any) -> bytes:
-    """Return a line of JSON. Lone surrogates pass: the caller of `render` looks for them."""
+    """Return JSON. Lone surrogates pass: the caller of `render` looks for them."""
     text = json.dumps(value, ensure_ascii=False, default=plain_value)
-    return text.encode("utf-8", "surrogatepass") + b"\n"
+    return text.encode("utf-8", "surrogatepass")
 
 
 def plain_value(value: Any) -> Any:
@@ -161,32 +87,23 @@ def plain_value(value: Any) -> Any:
 # From here on: what runs in the process.
 
 
-def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer each line of `requests` with a line of `replies`, until there are no more."""
-    import resource
+def main(limits: "Limits", requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer requests until there are no more."""
+    _environment()  # import everything before memory is limited
+    limits.memory(MAX_BYTES)
+    limits.serve(requests, replies, MAX_SECONDS, _answer)
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES,) * 2)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    for request in requests:
-        try:
-            template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-            reply = {"text": _render(template, variables)}
-        except MemoryError:
-            os._exit(_OUT_OF_MEMORY)
-        except RecursionError:
-            reply = {"error": "it is nested too deeply, or calls itself without end"}
-        except Exception as error:  # a template may raise any exception
-            reply = {"error": f"{error}"[:300] or type(error).__name__}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(_encode(reply))
-        replies.flush()
+
+def _answer(request: bytes) -> bytes:
+    try:
+        template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
+        return _encode({"text": _render(template, variables)})
+    except MemoryError:
+        raise
+    except RecursionError:
+        return _encode({"error": "it is nested too deeply, or calls itself without end"})
+    except Exception as error:  # a template may raise any exception
+        return _encode({"error": f"{error}"[:300] or type(error).__name__})
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:
@@ -234,9 +151,3 @@ def _environment() -> "Environment":
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
-    _environment()  # import everything before memory is limited
-    _serve(sys.stdin.buffer, sys.stdout.buffer)

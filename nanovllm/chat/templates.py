@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.openai_messages import fields_of, is_message, prepared
-from nanovllm.chat.pictures import Locate, Rendered, anywhere, forms, hide, with_pictures
+from nanovllm.chat.pictures import Locate, Rendered, Show, anywhere, forms, hide, with_pictures
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape
 from nanovllm.chat.tool_messages import (
@@ -188,9 +188,9 @@ class ChatTemplates:
         assert self._marker is not None
         hidden = hide(variables, self._marker)
         refusal: TemplateError | None = None
-        for form in forms(hide(conversation, self._marker), self._placeholder):
+        for form, show in forms(hide(conversation, self._marker), self._placeholder):
             try:
-                text = self._told(template, form, hidden)
+                text = self._told(template, form, hidden, show)
             except TemplateLimitError:
                 raise
             except TemplateError as error:
@@ -210,7 +210,11 @@ class ChatTemplates:
             return TemplateShape(tools=None)
 
     def _told(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show = list,
     ) -> str:
         """Return the text of the first form of a conversation that the template takes whole, else
         of the last form that it takes; raise TemplateError if it takes none.
@@ -219,7 +223,7 @@ class ChatTemplates:
 
         def attempt(form: list[dict[str, Any]]) -> str | None:
             try:
-                return self._rendered(template, form, variables)
+                return self._rendered(template, form, variables, show)
             except TemplateLimitError:
                 raise
             except TemplateError as error:
@@ -239,11 +243,15 @@ class ChatTemplates:
         return found
 
     def _rendered(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show,
     ) -> str:
         """Return the text of a conversation: tools, calls and results are in it."""
         try:
-            return self._render(template, self._fitted(template, conversation, variables))
+            return self._render(template, self._fitted(template, conversation, variables, show))
         except TemplateLimitError:
             raise
         except TemplateError:
@@ -251,12 +259,18 @@ class ChatTemplates:
             if tools == variables["tools"]:
                 raise
         variables = {**variables, "tools": tools}
-        return self._render(template, self._fitted(template, conversation, variables))
+        return self._render(template, self._fitted(template, conversation, variables, show))
 
     def _fitted(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show,
     ) -> dict[str, Any]:
-        """Return the variables of a rendering; an option of a variable's own name goes first."""
+        """Return the variables of a rendering; an option of a variable's own name goes first.
+        `show` says how messages with pictures are written.
+        """
         tools = variables["tools"]
         more: dict[str, Any] = {}
         if shows_pythonic_calls(template) or "tool_plan" in template:
@@ -266,7 +280,7 @@ class ChatTemplates:
         elif tools or any(m["role"] == "tool" or m.get("tool_calls") for m in conversation):
             shape = self._shape(template, bool(tools))
             conversation, more = fitted(conversation, tools, template, shape)
-        return {**more, **variables, "tools": tools, "messages": conversation}
+        return {**more, **variables, "tools": tools, "messages": show(conversation)}
 
     def _render(self, template: str, variables: Mapping[str, Any]) -> str:
         assert self._tokenizer is not None

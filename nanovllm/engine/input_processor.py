@@ -262,9 +262,11 @@ class InputProcessor:
         return self.encode(prompt.text, rendered=prompt.rendered)
 
     def shutdown(self) -> None:
-        """End the process that renders conversations, until it is needed again."""
+        """End the processes that render conversations and open pictures, until they are needed."""
         if self._chat is not None:
             self._chat.shutdown()
+        if self._vision is not None:
+            self._vision.shutdown()
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         """Return the token ids of a text. `rendered` is that of a `Prompt`.

@@ -200,7 +200,7 @@ def _keep(path: Path, fields: Mapping[str, Any]) -> None:
         return
     with contextlib.suppress(OSError), disk_cache.new_directory(directory) as new:
         file = Path(new, _name(path))
-        file.write_text(json.dumps(fields))
+        file.write_text(json.dumps(fields), encoding="utf-8")
         disk_cache.seal(file)
         disk_cache.store(file, directory)
         used = sorted(directory.glob("tokenizer-*.json"), key=lambda kept: kept.stat().st_mtime)

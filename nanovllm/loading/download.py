@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import local_path
-from nanovllm.options.model_names import hub_name
+from nanovllm.options.model_names import hub_name, is_path
 from nanovllm.utils.progress import QuietBar, progress_bar
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
@@ -34,7 +34,7 @@ def plain_name(model: str, download_dir: str | None = None) -> str:
     Raises:
         CheckpointError: it is another program's name of a model, with what to write in its place.
     """
-    if local_path(model).exists():
+    if is_path(model) or local_path(model).exists():
         return model
     model = hub_name(model)
     found = _ID.match(model)

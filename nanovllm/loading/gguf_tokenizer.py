@@ -150,7 +150,11 @@ def convert_gguf_tokenizer(file: Path, settings: Mapping[str, Any]) -> Any:
             f"({', '.join(_MODELS)}); give tokenizer"
         )
     with tempfile.TemporaryDirectory() as directory:  # transformers also reads a file's neighbours
-        (Path(directory) / "model.gguf").symlink_to(file.absolute())
+        link = Path(directory) / "model.gguf"
+        try:
+            link.symlink_to(file.absolute())
+        except OSError:  # Windows asks for a right that most users lack
+            link.hardlink_to(file.absolute())
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, gguf_file="model.gguf")
     if settings["model"] == "gpt2":
         _name_special_tokens(tokenizer, settings["tokens"], settings["token_type"])

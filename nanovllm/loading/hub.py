@@ -22,7 +22,7 @@ from nanovllm.loading.download import (
 )
 from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
 from nanovllm.options.config import Config
-from nanovllm.options.model_names import tag_of
+from nanovllm.options.model_names import is_path, tag_of
 from nanovllm.options.validation import check_int, listed, shown
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def _find_gguf_file(model: str, revision: str | None, download_dir: str | None) 
         if not local.is_file():
             raise CheckpointError(f"{model!r} is not a regular file")
         return local.absolute()
-    if model.startswith(("/", ".", "~")) or model.count("/") < 2:
+    if is_path(model) or model.count("/") < 2:
         raise CheckpointError(f"GGUF file {model!r} does not exist")
     owner, repo, name = model.split("/", 2)
     repo = f"{owner}/{repo}"
@@ -384,7 +384,7 @@ def _find_directory(model: str, revision: str | None, download_dir: str | None, 
             f"{what} {model!r} is a file; give the directory that holds "
             f"{'config.json' if what == 'model' else 'tokenizer.json'}"
         )
-    elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    elif is_path(model) or model.count("/") > 1:
         raise CheckpointError(f"{what} directory {model!r} does not exist")
     else:
         path = download(model, revision, _CONFIG_PATTERNS, download_dir)

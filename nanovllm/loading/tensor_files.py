@@ -9,8 +9,8 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import MAX_JSON_BYTES, is_gguf, parse_object, refuse_pointer
+from nanovllm.utils.system import nameless_file
 
 if TYPE_CHECKING:
     from nanovllm.loading.gguf import GgufWeight
@@ -79,7 +80,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise OSError(f"its header has {num_bytes} bytes; at most {MAX_JSON_BYTES}")
             text = opened.read(num_bytes)
             size = opened.seek(0, os.SEEK_END)
-        names = _checked_names(num_bytes.to_bytes(8, "little") + text, size)
+        names = _checked_names(file, num_bytes.to_bytes(8, "little") + text, size)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is not a sound safetensors file ({error!s:.200}); download it again"
@@ -97,12 +98,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     }
 
 
-def _checked_names(header: bytes, size: int) -> list[str]:
+def _checked_names(file: Path, header: bytes, size: int) -> list[str]:
     """Return the names in the header of a safetensors file of `size` bytes, in the order of the
-    tensors. safetensors checks every entry; it maps a file, so it gets one of this process's own.
+    tensors. safetensors checks every entry; it maps a file, so it gets one of this process's own,
+    except on Windows, where nobody can shorten a mapped file.
     """
-    in_memory = hasattr(os, "memfd_create")  # Linux
-    with open(os.memfd_create("header"), "wb") if in_memory else TemporaryFile() as copy:
+    if sys.platform == "win32":
+        with safe_open(str(file), framework="np") as tensors:
+            return list(tensors.offset_keys())
+    with nameless_file() as copy:
         copy.write(header)
         copy.truncate(size)
         with safe_open(f"/dev/fd/{copy.fileno()}", framework="np") as tensors:

@@ -56,6 +56,11 @@ def looks_like_model(word: str) -> bool:
     return _SIZE.fullmatch(word) is not None
 
 
+def is_path(word: str) -> bool:
+    """Return whether a word can only be a path here, never a hub id: of Linux, macOS or Windows."""
+    return word.startswith(("/", ".", "~")) or "\\" in word or word[1:3] == ":/"
+
+
 def no_model(word: str, more: str = "") -> str:
     """Return what is wrong with a word that looks like a model, and the hub id that it may mean.
 

@@ -31,7 +31,8 @@ _MIN_RESERVE = 64 * 2**20  # bytes of weights below which a separate thread gain
 _PACKED_BITS = {None: 16, "none": 16, "int8": 8.125, "w8a8": 8.125, "int4": 4.5}
 """Of a packed number and its share of a scale, by the option `quantization`."""
 
-os.register_at_fork(before=end_openmp_threads)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=end_openmp_threads)
 
 
 class Future(Protocol):

@@ -5,7 +5,7 @@ import multiprocessing as mp
 import os
 import sys
 import time
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -33,7 +33,7 @@ class PipeRanks:
         self.processes: list[SpawnProcess] = []
         self._target = target
         self._draft = draft
-        self._pipes: list[Connection] = []
+        self._pipes: list[Any] = []  # connections, whose class differs by system
         self._store: TCPStore | None = None
         self._begun: set[int] = set()  # ranks that have sent a message
         call_in_forked(self._close_pipes)
@@ -117,6 +117,11 @@ class PipeRanks:
 
 def _check_may_spawn(size: int) -> None:
     """Raise ConfigError if this process cannot start others, which import its program again."""
+    if sys.platform == "win32":
+        raise ConfigError(
+            f"tensor_parallel_size={size} is not supported on Windows, where torch's processes do "
+            "not find each other in the same way: leave it at 1, or use WSL"
+        )
     what = f"tensor_parallel_size={size} starts {size} processes, which import your program again"
     if getattr(mp.current_process(), "_inheriting", False):
         raise ConfigError(f"{what}, and that made another LLM: {_GUARD}")

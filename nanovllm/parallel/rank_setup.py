@@ -279,9 +279,9 @@ def _cpu_limits() -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2), in cores."""
     for group in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = (group / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
             yield int(quota) / int(period)  # the quota "max" means no limit; int() refuses it
         with contextlib.suppress(OSError, ValueError):
-            microseconds = int((group / "cpu.cfs_quota_us").read_text())
+            microseconds = int((group / "cpu.cfs_quota_us").read_text(encoding="utf-8"))
             if microseconds > 0:  # -1 means no limit
-                yield microseconds / int((group / "cpu.cfs_period_us").read_text())
+                yield microseconds / int((group / "cpu.cfs_period_us").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """The CPU: C kernels, memory that the system gives when it is first written, and its limits."""
 
+import contextlib
 import itertools
-import os
 import platform
 from array import array
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -18,6 +18,7 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.platform import Platform
 from nanovllm.utils.memory import keep_freed, lazy_zeros
 from nanovllm.utils.process import control_groups
+from nanovllm.utils.system import free_memory, physical_memory, resident_memory
 
 _POOL_BYTES = 4 * 2**30  # maximum size of the KV pool, unless config sets another
 _CGROUP_FILES = (
@@ -83,13 +84,12 @@ def available_memory() -> int:
     """Return the bytes that this process can still allocate: the machine's, or fewer if its cgroup
     has a limit.
     """
-    available = _meminfo_available()
+    available = free_memory()
     for group, (limit_name, usage_name) in itertools.product(
         control_groups("memory"), _CGROUP_FILES
     ):
         try:
-            with open(group / limit_name) as limit, open(group / usage_name) as usage:
-                left = int(limit.read()) - int(usage.read())
+            left = _number(group / limit_name) - _number(group / usage_name)
             available = min(available, left + _page_cache(group))
         except (OSError, ValueError):  # other cgroup version, no cgroup, or "max" (no limit)
             continue
@@ -98,48 +98,22 @@ def available_memory() -> int:
 
 def memory_limit() -> int:
     """Return the bytes of the machine, or fewer if this process's cgroup has a limit."""
-    try:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        limit = 4 * _POOL_BYTES
+    limit = physical_memory()
     for group, (limit_name, _) in itertools.product(control_groups("memory"), _CGROUP_FILES):
-        try:
-            with open(group / limit_name) as file:
-                limit = min(limit, int(file.read()))
-        except (OSError, ValueError):  # as in available_memory
-            continue
+        with contextlib.suppress(OSError, ValueError):  # as in available_memory
+            limit = min(limit, _number(group / limit_name))
     return limit
 
 
-def resident_memory() -> int:
-    """Return the bytes that this process has in memory now; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return 0
+def _number(file: Path) -> int:
+    return int(file.read_text(encoding="utf-8"))
 
 
 def _page_cache(group: Path) -> int:
     """Return the reclaimable bytes in a cgroup's usage: cached files, such as weights just read."""
     try:
-        with open(group / "memory.stat") as file:
-            stat = dict(line.split() for line in file)
+        text = (group / "memory.stat").read_text(encoding="utf-8")
+        stat = dict(line.split() for line in text.splitlines())
         return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return 0
-
-
-def _meminfo_available() -> int:
-    """Return the machine's available bytes; without /proc, half of the physical memory."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (ValueError, OSError, AttributeError):
-        return 2 * _POOL_BYTES

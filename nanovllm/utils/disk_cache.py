@@ -7,8 +7,11 @@ import hashlib
 import logging
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
+
+from nanovllm.utils.system import HAS_OWNERS, READ_PRIVATE, check_home
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +75,14 @@ def check_directory(directory: Path) -> None:
     Args:
         directory: an absolute path without symlinks.
     """
-    _check_path(directory.parent)
+    _check_path(directory.parent if HAS_OWNERS else directory)
     check_ours(directory, _lstat(directory))
 
 
 def check_ours(path: Path, status: os.stat_result) -> None:
     """Raise PermissionError if `path` is another user's or others can write to it."""
+    if sys.platform == "win32":  # `check_directory` has seen where it lies
+        return
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to user {status.st_uid}, not {os.geteuid()}")
     _check_writers(path, status)
@@ -109,7 +114,7 @@ def open_ours(path: Path) -> int:
         PermissionError: others could have written it.
         OSError: it cannot be opened, or is not a regular file.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # FIFOs hang
+    fd = os.open(path, READ_PRIVATE)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -141,6 +146,9 @@ def store(path: Path, cache: Path | None) -> None:
 
 def _check_path(directory: Path) -> None:
     """Raise PermissionError if others could rename or replace what lies in `directory`."""
+    if sys.platform == "win32":
+        check_home(directory)
+        return
     # From the root down: once a directory is safe, nobody else can replace the next one.
     for path in (*reversed(directory.parents), directory):
         status = _lstat(path)
@@ -172,6 +180,8 @@ def _check_writers(path: Path, status: os.stat_result, *, private_group: bool = 
 
 def _is_private(gid: int) -> bool:
     """Return whether a group has this user's name and no other member, as on many systems."""
+    if sys.platform == "win32":
+        return False
     import grp
     import pwd
 

@@ -3,21 +3,19 @@
 Without a group the size is 1 and every operation returns its input.
 """
 
-import contextlib
 import dataclasses
 import datetime
-import fcntl
 import logging
 import os
 import socket
-import struct
-import sys
 from collections.abc import Callable, Sequence as Seq
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from nanovllm.utils.system import interface_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +33,6 @@ _TIMEOUT = datetime.timedelta(minutes=10)
 _MAX_BYTES = 2 * 2**20
 """Largest tensor for symmetric memory."""
 _ALIGNMENT = 16
-_SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's IPv4 address, in a struct ifreq: 16 bytes of its name, then a
-sockaddr_in, whose address is at byte 4."""
 
 _tensor_parallel = TensorParallel()
 _symmetric: "SymmetricAllReduce | None" = None
@@ -91,25 +86,6 @@ def init_tensor_parallel(
     _tensor_parallel = TensorParallel(rank, size)
     if collectives.make_all_reduce is not None and size > 1:
         _symmetric = collectives.make_all_reduce(device)
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has the IPv4 `address`, such as "eth0".
-
-    None if no interface has it as its first address, or where the system is neither Linux nor, for
-    127.0.0.1, macOS.
-    """
-    if sys.platform == "darwin":
-        return "lo0" if address == "127.0.0.1" else None
-    if sys.platform != "linux" or ":" in address:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:

@@ -4,18 +4,17 @@ import contextlib
 import ctypes
 import math
 import mmap
-import os
 import sys
 import threading
 import weakref
 
 import torch
 
-from nanovllm.utils.pages import HUGE_PAGE, PageReserve, huge_pages
+from nanovllm.utils.pages import HUGE_PAGE, PageReserve
+from nanovllm.utils.system import anonymous_memory, lower_thread_priority
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _MADV_POPULATE_WRITE = 23  # from mman-common.h, since Linux 5.14
-_LOW_PRIORITY = 10
 
 
 def lazy_zeros(
@@ -34,9 +33,9 @@ def lazy_zeros(
         raise MemoryError(f"{size} bytes cannot be addressed")
     if reserve is not None and (memory := reserve.take(size)) is not None:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
-    if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if size < HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(huge_pages(size), dtype=dtype).view(shape)
+    return torch.frombuffer(anonymous_memory(size), dtype=dtype).view(shape)
 
 
 def populate(whole: torch.Tensor, part: torch.Tensor) -> None:
@@ -64,7 +63,7 @@ def _populate(whole: object, gone: list[object], address: int, size: int) -> Non
         whole: the weak reference that fills `gone`; it must live as long as the thread.
     """
     madvise = ctypes.CDLL(None).madvise
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+    lower_thread_priority()
     end = address + size
     start = address // HUGE_PAGE * HUGE_PAGE
     for page in range(start, end, HUGE_PAGE):
@@ -77,7 +76,7 @@ def _populate(whole: object, gone: list[object], address: int, size: int) -> Non
 
 def return_freed() -> None:
     """Return freed memory to the system. glibc otherwise keeps free memory below a block in use."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, or system
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -109,7 +108,7 @@ def keep_freed() -> None:
     system then zeroes new pages: 175,000 page faults and 5% of the time for 4096 tokens of
     Qwen3-0.6B.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, or system
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2**30)
         mallopt(_M_TRIM_THRESHOLD, 2**30)

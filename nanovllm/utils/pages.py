@@ -11,22 +11,19 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from nanovllm.utils.system import (
+    READS_EARLY,
+    anonymous_memory,
+    physical_memory,
+    read_early,
+    return_memory,
+)
+
 HUGE_PAGE = 2 * 2**20
 _SLICE = 8 * HUGE_PAGE
 """Bytes written by one call, which no one can interrupt: about 10 ms."""
 _PIECE = 2 * 2**20
 """Bytes of a file asked for at once. Linux reads no more of one request, the rest is ignored."""
-
-
-def huge_pages(size: int) -> mmap.mmap:
-    """Return `size` bytes of zeros, in huge pages if the system grants them.
-
-    The system allocates a page when it is first written.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 class PageReserve:
@@ -38,7 +35,7 @@ class PageReserve:
     """
 
     def __init__(self, size: int) -> None:
-        memory = self._memory = huge_pages(size)
+        memory = self._memory = anonymous_memory(size)
         self._num_taken = 0
         stop = self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -66,7 +63,7 @@ class PageReserve:
         self._thread.join()
         left = len(self._memory) - self._num_taken
         if left >= mmap.PAGESIZE:
-            self._memory.madvise(mmap.MADV_DONTNEED, self._num_taken, left)
+            return_memory(self._memory, self._num_taken, left)
 
 
 def _write_zeros(memory: mmap.mmap, stop: threading.Event) -> None:
@@ -83,8 +80,8 @@ def read_ahead(files: Iterable[Path]) -> None:
     The system reads many pieces at the same time: a disk that gives one reader 0.6 GB/s gave 3.
     A file that cannot be read is left to its reader, who reports the error.
     """
-    if hasattr(os, "posix_fadvise"):
-        arguments = list(files), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if READS_EARLY:
+        arguments = list(files), physical_memory() // 2
         threading.Thread(target=_ask, args=arguments, name="read-ahead", daemon=True).start()
 
 
@@ -93,5 +90,5 @@ def _ask(files: list[Path], limit: int) -> None:
         with contextlib.suppress(OSError), path.open("rb") as file:
             size = min(os.fstat(file.fileno()).st_size, limit)
             for start in range(0, size, _PIECE):
-                os.posix_fadvise(file.fileno(), start, _PIECE, os.POSIX_FADV_WILLNEED)
+                read_early(file.fileno(), start, _PIECE)
             limit -= size

@@ -25,7 +25,8 @@ def call_in_forked(method: Callable[[], None]) -> None:
         if (found := reference()) is not None:
             found()
 
-    os.register_at_fork(after_in_child=call)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
 
 
 def end_openmp_threads() -> None:
@@ -35,7 +36,7 @@ def end_openmp_threads() -> None:
     if "torch" not in sys.modules:
         return
     with contextlib.suppress(OSError):  # systems without /proc
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line}
         for path in paths:
             with contextlib.suppress(AttributeError):  # before GCC 9
@@ -53,7 +54,7 @@ def control_groups(controller: str) -> list[Path]:
     """
     paths = {_ROOT: "", _ROOT / controller: ""}
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = _OWN.read_text(encoding="utf-8").splitlines()
     except OSError:  # another system
         lines = []
     for line in lines:

@@ -50,7 +50,7 @@ def prepare_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
     if sys.stdout is None:
         raise OutputError("standard output is closed", 1)
     reconfigure = getattr(sys.stdout, "reconfigure", None)  # not if a test replaced it
@@ -206,7 +206,7 @@ def read_text(read: Callable[[], str]) -> str:
 
 def is_dumb() -> bool:
     """Return whether the terminal knows no escape sequences."""
-    return os.environ.get("TERM", "dumb") == "dumb"
+    return os.environ.get("TERM", "" if sys.platform == "win32" else "dumb") == "dumb"
 
 
 def message_of(text: str, *, is_all: bool = False) -> str | None:
@@ -334,7 +334,8 @@ def _history() -> "History":
         if not os.path.lexists(path):
             path.touch(mode=0o600)
         descriptor = open_ours(path)
-        os.fchmod(descriptor, 0o600)
+        if hasattr(os, "fchmod"):
+            os.fchmod(descriptor, 0o600)
         os.close(descriptor)
     except OSError:
         return InMemoryHistory()

@@ -74,7 +74,8 @@ def test_a_command_that_overruns_is_cut_with_its_children(tmp_path: Path) -> Non
     assert time.monotonic() - start < 10
     assert "begun" in log.read_text()
     child = Path(f"/proc/{int(started.read_text())}/stat")
-    while child.exists() and child.read_text().split()[2] != "Z":  # init has not reaped it yet
+    # Until init has reaped it, it is a zombie.
+    while child.exists() and child.read_text(encoding="utf-8").split()[2] != "Z":
         assert time.monotonic() - start < 10, "the child runs on"
         time.sleep(0.01)
 

@@ -46,7 +46,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def fake(path: Path, answer: str, version: str = "") -> str:
     """Return an executable that is ready at once and runs `answer` for each line of its input."""
     ready = f"echo 'ready to be measured 0 {version}'"
-    path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n")
+    path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 

@@ -35,8 +35,8 @@ def test_it_shows_asks_hands_out_and_remembers(
     assert "printed what the page shows" in printed
     assert printed.count("No. Try again.") == 1
     assert f"Right, 4: {LESSON.reason}" in printed
-    assert Path("exercise_04.py").read_text() == LESSON.exercise.read_text()
-    assert json.loads(Path(STATE).read_text()) == {"answered": [4]}
+    assert Path("exercise_04.py").read_text(encoding="utf-8") == LESSON.exercise.read_text()
+    assert json.loads(Path(STATE).read_text(encoding="utf-8")) == {"answered": [4]}
     assert main(["learn"]) == 0
     assert "4  Paged blocks                    question answered\n" in capsys.readouterr().out
 
@@ -44,11 +44,11 @@ def test_it_shows_asks_hands_out_and_remembers(
 def test_without_an_answer_nothing_is_remembered_and_no_file_overwritten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("exercise_04.py").write_text("mine")
+    Path("exercise_04.py").write_text("mine", encoding="utf-8")
     monkeypatch.setattr("sys.stdin", None)
     assert main(["learn", "4"]) == 0
     assert "is in this directory already" in capsys.readouterr().out
-    assert Path("exercise_04.py").read_text() == "mine"
+    assert Path("exercise_04.py").read_text(encoding="utf-8") == "mine"
     assert not Path(STATE).exists()
 
 
@@ -58,7 +58,9 @@ def test_a_solution_solves_the_exercise_and_the_course_leads_to_the_engine(
     assert main(["learn", "solution", "4"]) == 0
     assert capsys.readouterr().out == LESSON.solution.read_text()
     Path(STATE).parent.mkdir(parents=True)
-    Path(STATE).write_text(json.dumps({"answered": [lesson.number for lesson in LESSONS]}))
+    Path(STATE).write_text(
+        json.dumps({"answered": [lesson.number for lesson in LESSONS]}), encoding="utf-8"
+    )
     assert main(["learn"]) == 0
     *_, path = capsys.readouterr().out.splitlines()
     assert Path(path).samefile(ROOT / "docs" / "mini.py")
@@ -88,7 +90,7 @@ def test_damaged_progress_counts_as_none(text: str, capsys: pytest.CaptureFixtur
 
 
 def test_progress_that_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("state").write_text("a file in the place of a directory")
+    Path("state").write_text("a file in the place of a directory", encoding="utf-8")
     remember_answered(1)
     assert "nanovllm: progress is not kept in" in capsys.readouterr().err
 

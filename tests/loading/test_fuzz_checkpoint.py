@@ -270,7 +270,7 @@ def alarm() -> Iterator[None]:
 def memory(field: str) -> int:
     """Return VmRSS or VmHWM (its peak) of this process in bytes; 0 where there is no /proc."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return 0
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
@@ -279,7 +279,7 @@ def memory(field: str) -> int:
 def measured(call: Callable[[], list[int]]) -> list[int] | NanoVLLMError:
     """Return what `call` returns, or our error, and check its time and memory."""
     if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     memory_before, time_before = memory("VmRSS"), time.process_time()
     signal.alarm(MAX_WAIT_SECONDS)
     try:

@@ -578,7 +578,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def memory(field):
     """Return VmRSS or VmHWM, its peak, of this process in bytes."""
-    lines = STATUS.read_text().splitlines()
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
@@ -594,7 +594,7 @@ def test_loading_needs_little_memory_beside_the_weights(tmp_path, count):
     model.parts = nn.ModuleList(
         nn.Embedding(rows, 1024, _weight=torch.empty(rows, 1024)) for _ in range(count)
     )
-    CLEAR.write_text("5")
+    CLEAR.write_text("5", encoding="utf-8")
     before = memory("VmRSS")
     load_weights(model, [file], progress=False)
     growth = memory("VmHWM") - before
@@ -613,7 +613,7 @@ def test_a_file_cut_after_its_header_was_read(maps, tmp_path):
     tensors = tensor_files.TensorFile(file, header, maps=maps)
     found = tensors.read("weight", rows, raw=False)
     assert torch.equal(found, torch.arange(700.0, 6000.0).view(53, 100))
-    assert (str(file) in Path("/proc/self/maps").read_text()) == maps
+    assert (str(file) in Path("/proc/self/maps").read_text(encoding="utf-8")) == maps
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="ends within tensor weight"):
         tensors.read("weight", rows, raw=False)
@@ -627,7 +627,8 @@ def test_a_gguf_file_cut_after_its_header_was_read(tmp_path):
     slices = tuple(slice(0, size) for size in header[name].shape)
     found = tensors.read(name, slices, raw=True)
     assert len(found) == slices[0].stop
-    assert str(file) not in Path("/proc/self/maps").read_text(), "cutting it would end the process"
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert str(file) not in maps, "cutting it would end the process"
     os.truncate(file, max(info.offset for info in header.values()))
     with pytest.raises(CheckpointError, match="ends within its tensors"):
         tensors.read(name, slices, raw=False)

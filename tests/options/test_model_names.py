@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.errors import CheckpointError
-from nanovllm.options.model_names import hub_name, looks_like_model
+from nanovllm.options.model_names import hub_name, is_path, looks_like_model
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,17 @@ def test_names_of_models(word: str) -> None:
 )
 def test_words_of_prompts(word: str) -> None:
     assert not looks_like_model(word)
+
+
+def test_a_path_of_any_system_is_no_hub_id() -> None:
+    paths = (r"C:\models\x", "C:/models/x", r"models\x", r"\\host\share\x", "/x", "./x", "~/x")
+    assert all(map(is_path, paths))
+    assert not any(map(is_path, ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B:Q4_K_M", "x", "models/x")))
+    for path in paths[:4]:
+        with pytest.raises(CheckpointError, match="directory .* does not exist"):
+            LLM(path)
+    with pytest.raises(CheckpointError, match="GGUF file .* does not exist"):
+        LLM(r"C:\models\x.gguf")
 
 
 @pytest.mark.parametrize(

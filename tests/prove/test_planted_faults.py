@@ -1,7 +1,6 @@
 """`nanovllm prove` finds faults that are planted in the engine, and nothing without them."""
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,14 +123,14 @@ def accepts_drafts_unchecked(patch: Patch) -> None:
 def believes_torn_files(patch: Patch) -> None:
     write_file, read_file = directory.write_file, directory.read_file
 
-    def torn(fd: int, owner: bytes, key: bytes, buffers: Any) -> None:
-        write_file(fd, owner, key, buffers)
-        size = os.fstat(fd).st_size
-        os.truncate(fd, size // 2)
-        os.truncate(fd, size)  # zeros
+    def torn(file: Any, owner: bytes, key: bytes, buffers: Any) -> None:
+        write_file(file, owner, key, buffers)
+        size = file.tell()
+        file.truncate(size // 2)
+        file.truncate(size)  # zeros
 
-    def believed(fd: int, owner: bytes, key: bytes, buffers: Any) -> bool:
-        read_file(fd, owner, key, buffers)
+    def believed(file: Any, owner: bytes, key: bytes, buffers: Any) -> bool:
+        read_file(file, owner, key, buffers)
         return True
 
     patch.setattr(directory, "write_file", torn)

@@ -71,7 +71,7 @@ def test_the_page_refers_to_files_of_its_own(server: Running) -> None:
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_a_file_refers_to_nothing_outside(server: Running, path: Path) -> None:
-    text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    text = path.read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"\w+://|\bdata:\w", text)
     for name in re.findall(r"""(?:\bfrom |url\()["']([^"']+)["']""", text):
         assert server.send(f"/page/{name.removeprefix('./')}").status == 200

@@ -187,7 +187,10 @@ def test_tiers_forget_the_old_weights(
 
 def resident() -> int:
     """Return the bytes of this process's memory that belong to no file."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    )
     return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
 
 

@@ -349,7 +349,7 @@ def test_files_that_change(
     commands = update.commands()
     for _ in range(3 + (len(new) if num_read is None else num_read)):
         next(commands)()  # open, check, start, and a tensor each
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
     change(tmp_path / "model.safetensors")
     with pytest.raises(InvalidRequestError, match=r"update_weights: .*model\.safetensors.*new dir"):
         run_all(commands)

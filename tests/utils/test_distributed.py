@@ -14,9 +14,9 @@ from nanovllm.utils import distributed
 from nanovllm.utils.distributed import (
     SymmetricAllReduce,
     all_reduce,
-    interface_of,
     make_symmetric_all_reduce,
 )
+from nanovllm.utils.system import interface_of
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc"
 
 def resident() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (8, MIB)])

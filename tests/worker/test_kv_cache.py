@@ -17,6 +17,7 @@ from nanovllm.options.config import Config
 from nanovllm.platform import cpu
 from nanovllm.platform.cpu import CPU, available_memory
 from nanovllm.platform.cuda import CUDA
+from nanovllm.utils import system
 from nanovllm.worker.kv_cache import (
     graph_bytes,
     memory_errors,
@@ -42,7 +43,7 @@ def free_memory(monkeypatch):
 
 
 def fake_files(monkeypatch, **contents):
-    """Let `open` find only these files, named by the last part of their paths."""
+    """Let nothing but these files be found, named by the last part of their paths."""
 
     def fake_open(path, *args, **kwargs):
         name = str(path).rpartition("/")[2].replace(".", "_")
@@ -50,7 +51,8 @@ def fake_files(monkeypatch, **contents):
             raise FileNotFoundError(path)
         return io.StringIO(contents[name])
 
-    monkeypatch.setattr(cpu, "open", fake_open, raising=False)
+    monkeypatch.setattr(system, "open", fake_open, raising=False)
+    monkeypatch.setattr("io.open", fake_open)  # pathlib's
 
 
 def test_a_given_number_of_blocks_is_taken_as_it_is():

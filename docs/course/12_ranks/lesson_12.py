@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def make_input() -> torch.Tensor:
 
 def run() -> dict[int, tuple[float, list[list[float]]]]:
     """Return for each rank the length of its own part, and the sum that it has in the end."""
+    if sys.platform == "win32":
+        sys.exit("This lesson forks processes, which Windows cannot: run it in WSL.")
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import shown
+from nanovllm.utils.system import MOVES_OPEN_FILES
 
 _LINE = re.compile(rb"(\d{1,18})\t(\{.*\})\n")
 _SYNC_SECONDS = 1.0
@@ -86,9 +88,10 @@ class Journal:
                     following += 1
 
     def close(self) -> None:
-        """Write all to the disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Write all to the disk, and close the file. Repeated calls do nothing."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def _note(self, index: int) -> None:
         if index in self:
@@ -113,6 +116,7 @@ class JobFiles:
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
         self.output = output = output.resolve()  # a link would have a separate directory
         self.directory = output.with_name(output.name + ".parts")
+        self._is_done = False
         with contextlib.ExitStack() as stack:
             if output.exists() and not (self.directory / "manifest.json").exists():
                 raise ConfigError(
@@ -165,16 +169,25 @@ class JobFiles:
 
     def remove(self) -> None:
         """Remove the directory: the job is done. Its manifest, which says so, goes last."""
+        self.journal.close()
         for path in self.directory.iterdir():
             if path.name not in ("manifest.json", "lock"):
                 path.unlink()
         (self.directory / "manifest.json").unlink()
-        (self.directory / "lock").unlink()
-        self.directory.rmdir()
+        self._is_done = True
+        if MOVES_OPEN_FILES:
+            self._remove_lock()
 
     def close(self) -> None:
         """Give the lock back."""
         self._stack.close()
+        if self._is_done and not MOVES_OPEN_FILES:
+            with contextlib.suppress(OSError):  # another driver has begun the same job
+                self._remove_lock()
+
+    def _remove_lock(self) -> None:
+        (self.directory / "lock").unlink()
+        self.directory.rmdir()
 
 
 def _stamp(path: Path) -> list[int]:
@@ -263,7 +276,9 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Write the names of a directory's files to the disk."""
+    """Write the names of a directory's files to the disk; Windows sees to that."""
+    if sys.platform == "win32":
+        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

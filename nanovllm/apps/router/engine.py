@@ -14,6 +14,7 @@ import httpx
 
 from nanovllm.apps.server.server_options import API_KEY_VARIABLE
 from nanovllm.errors import ServerError
+from nanovllm.utils.system import kill_group, own_session
 
 _COMMAND = """
 import ctypes, json, signal, sys
@@ -74,8 +75,8 @@ class EngineProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the router, which ends its engines in order
             limit=_MAX_LINE,
+            **own_session(),  # Ctrl-C is for the router, which ends its engines in order
         )
         self._reading = asyncio.create_task(self._read())
         assert self._process.stdin is not None
@@ -142,7 +143,7 @@ class EngineProcess:
                 await asyncio.wait_for(self._process.wait(), _END_SECONDS)
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                    kill_group(self._process.pid)
                 await self._process.wait()
         await self.client.aclose()
 

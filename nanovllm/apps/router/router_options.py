@@ -15,6 +15,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import TEXTS, Parser, add_flags, fields_of
 from nanovllm.options.lora_request import named_adapters
+from nanovllm.options.model_names import is_path
 from nanovllm.options.validation import (
     Error,
     check_fields,
@@ -144,7 +145,7 @@ def read_models(
         elif named := _named(word):
             names, model = named
             found.append((tuple(names.split(",")), {"model": model}))
-        elif "/" in word or os.path.exists(word):
+        elif "/" in word or is_path(word) or os.path.exists(word):
             found.append(((model_name(word),), {"model": word}))
         else:
             raise ConfigError(

@@ -39,14 +39,15 @@ from nanovllm.apps.server.serve import (
     FLUSH_SECONDS,
     OTHER_FILES,
     DrainingServer,
-    allow_files,
     bound_socket,
     url_of,
     warn_if_open,
 )
 from nanovllm.apps.server.server_options import ServerOptions, keys_of_environment
+from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
+from nanovllm.utils.system import UNIX_SOCKETS, allow_files
 
 _ASK_SECONDS = 5.0
 """An engine that does not answer in time is left out where all are asked."""
@@ -59,6 +60,11 @@ _MAX_PLACE = 80
 
 def serve(args: argparse.Namespace) -> int:
     """Serve several models over HTTP; each is loaded when a request first names it."""
+    if UNIX_SOCKETS is None:
+        raise ConfigError(
+            "several models in one server need Unix sockets, which Python lacks on Windows: start "
+            "a server for each model, with a --port of its own, or use WSL"
+        )
     given = given_fields(ServerOptions, args)
     specs = read_models(args.models, given_fields(Config, args), given)
     given["api_keys"] = (*given.get("api_keys", ()), *keys_of_environment())

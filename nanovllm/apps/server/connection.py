@@ -3,12 +3,7 @@ trickle in and for answers that are not read. Errors of the protocol leave as Op
 """
 
 import asyncio
-import contextlib
-import fcntl
 import json
-import select
-import sys
-import termios
 import time
 from typing import ClassVar
 
@@ -16,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.utils.system import has_left, num_unsent
 
 _TURN_SECONDS = 0.002
 """For the parts of a body that one connection has sent, before others have their turn."""
@@ -107,9 +103,7 @@ class _Connection(H11Protocol):
         self._leaving = None
         if self._turn is None and not self.flow.read_paused:
             return
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-        if poll.poll(0):
+        if has_left(self.transport.get_extra_info("socket")):
             self.transport.abort()
         else:
             self._leaving = self.loop.call_later(_WATCH_SECONDS, self._check_presence)
@@ -171,12 +165,11 @@ class _Connection(H11Protocol):
             self.transport.abort()
 
     def _num_unread(self) -> int:
-        """Return how many bytes wait for the client, here and in the kernel's socket."""
-        num_here = self.transport.get_write_buffer_size()
-        held = bytearray(4)
-        with contextlib.suppress(OSError):  # without it, progress shows in steps of a megabyte
-            fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, held)
-        return num_here + int.from_bytes(held, sys.byteorder)
+        """Return how many bytes wait for the client, here and in the kernel's socket. Without
+        those, progress shows in steps of a megabyte.
+        """
+        num_here: int = self.transport.get_write_buffer_size()
+        return num_here + num_unsent(self.transport.get_extra_info("socket"))
 
     def _arrived_too_slowly(self) -> None:
         if self.transport.is_closing():

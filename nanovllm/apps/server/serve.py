@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import socket
 import stat
 import sys
@@ -40,6 +39,7 @@ from nanovllm.engine.engine_metrics import kv_cache_tokens
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import given_fields
+from nanovllm.utils.system import UNIX_SOCKETS, allow_files, unix_socket
 from nanovllm.utils.terminal import complain
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,6 @@ def serve(args: argparse.Namespace) -> int:
             _exit_anyway(app.state.server)
             llm.shutdown()
     return 0 if app.state.server.failure is None else 1
-
-
-def allow_files(number: int) -> None:
-    """Let the process open this many files, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < number:
-        most = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
@@ -211,7 +203,7 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             if options.uds:
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener = stack.enter_context(unix_socket())
                 _bind_unix(listener, options.uds)
             else:
                 family, kind, proto, _, address = socket.getaddrinfo(
@@ -225,6 +217,8 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
             where = options.uds or f"{options.host}:{options.port}"
             if options.uds:
                 advice = "name another --uds"
+                if UNIX_SOCKETS is None:
+                    advice = "leave --uds out: clients then use --host and --port"
             elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 advice = "name another --host"
             else:
@@ -238,7 +232,7 @@ def bound_socket(options: ServerOptions) -> Iterator[socket.socket]:
 def _bind_unix(listener: socket.socket, path: str) -> None:
     """Bind to `path`; a socket that a dead server left there is replaced."""
     if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        with unix_socket() as probe, contextlib.suppress(ConnectionRefusedError):
             probe.connect(path)
             raise OSError(0, "another server listens there")
         os.unlink(path)
@@ -248,7 +242,7 @@ def _bind_unix(listener: socket.socket, path: str) -> None:
 
 def remove_socket(listener: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        if listener.family == socket.AF_UNIX and listener.fileno() >= 0:
+        if listener.family == UNIX_SOCKETS and listener.fileno() >= 0:
             os.unlink(listener.getsockname())
 
 

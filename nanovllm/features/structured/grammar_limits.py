@@ -8,13 +8,15 @@ This file is the program of that process, too. So it imports only the standard l
 
 import json
 import re
-import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from nanovllm.utils.limited_process import Limits
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -118,23 +120,13 @@ def _check_number(what: str, number: int) -> None:
 
 def try_grammar(tokenizer: str, vocab_size: int, eos: tuple[int, ...], grammar: str) -> str:
     """Compile a grammar in a process that can be ended; return why it takes too much, or ""."""
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        __file__,
-        json.dumps([path for path in sys.path if path]),
-    ]
+    from nanovllm.utils.limited_process import Watch, start
+
     request = json.dumps([tokenizer, vocab_size, eos, LIMITS, grammar]).encode()
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal is not for it
-    ) as process:
+    with start(__file__, subprocess.DEVNULL) as process:
         try:
-            process.communicate(request)
+            with Watch(process, _TRIAL_SECONDS, _TRIAL_BYTES):
+                process.communicate(request)
         except BaseException:
             process.kill()
             raise
@@ -146,23 +138,19 @@ def try_grammar(tokenizer: str, vocab_size: int, eos: tuple[int, ...], grammar: 
     return f"it is too complex: it takes more than {limits}"
 
 
-def _try(request: IO[bytes]) -> None:
+def main(limits: "Limits", requests: IO[bytes], replies: IO[bytes]) -> None:
     """Compile the grammar, and follow it for some tokens that it allows."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    text, vocab_size, eos, limits, grammar = json.loads(request.read())
+    text, vocab_size, eos, settings, grammar = json.loads(requests.read())
     tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos or None)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + _TRIAL_BYTES
-    with suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (_TRIAL_STACK, hard))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    signal.setitimer(signal.ITIMER_PROF, _TRIAL_SECONDS)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+    limits.memory(_TRIAL_BYTES, _TRIAL_STACK)
+    with limits.time(_TRIAL_SECONDS):
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**settings))
+        _follow(matcher, vocab_size, eos)
+
+
+def _follow(matcher: "LLMatcher", vocab_size: int, eos: list[int]) -> None:
     ends = sum(1 << token for token in eos)
     for step in range(_TRIAL_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little") & ~ends
@@ -170,8 +158,3 @@ def _try(request: IO[bytes]) -> None:
             break
         allowed = [token for token in range(vocab_size) if mask >> token & 1]
         matcher.consume_token(allowed[step * 7919 % len(allowed)])
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
-    _try(sys.stdin.buffer)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import logging
 import os
 import stat
@@ -29,6 +30,7 @@ from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start, load_class
 from nanovllm.options.validation import shown
 from nanovllm.utils.disk_cache import check_directory, check_ours, open_ours
+from nanovllm.utils.system import MOVES_OPEN_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ _VERSION = 1  # raise it when the format of the file changes
 _HEADER = struct.Struct(f"<8sII32sQ{MAX_KEY_BYTES}s")
 """Magic, version, length of the key, digest of the owner, bytes of data, key."""
 _CHECKSUM_BYTES = 16
-_IOV_MAX = 1024  # most buffers of one call, in Linux and macOS
 
 
 class DirectoryStore(ByteStore):
@@ -98,18 +99,17 @@ class DirectoryStore(ByteStore):
             if error.errno not in _SHORT_OF:
                 self._discard(key, path, error)
             return False
+        reason: object = "damaged, or not of this key"
         try:
-            if not read_file(fd, self._owner, key, buffers):
-                self._discard(key, path, "damaged, or not of this key")
-                return False
-            now = time.time_ns()
-            with contextlib.suppress(OSError):  # a directory that cannot be written is as good
-                os.utime(fd, ns=(now, now))
+            with open(fd, "rb") as file:
+                is_whole = read_file(file, self._owner, key, buffers)
         except OSError as error:
-            self._discard(key, path, error)
+            is_whole, reason = False, error
+        if not is_whole:
+            self._discard(key, path, reason)
             return False
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):  # a directory that cannot be written is as good
+            _touch(path)
         return True
 
     def write(self, key: bytes, buffers: Seq[memoryview]) -> None:
@@ -189,16 +189,18 @@ class DirectoryStore(ByteStore):
         """
         fd, temporary = new_temporary(self._base)
         try:
-            write_file(fd, self._owner, key, buffers)
-            now = time.time_ns()
-            os.utime(fd, ns=(now, now))
-            os.rename(temporary, path)
+            with open(fd, "wb") as file:
+                write_file(file, self._owner, key, buffers)
+                file.flush()
+                _touch(temporary)
+                if MOVES_OPEN_FILES:  # it is locked until it is closed
+                    os.replace(temporary, path)
+            if not MOVES_OPEN_FILES:
+                os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        finally:
-            os.close(fd)
 
     def _discard(self, key: bytes, path: str, reason: object) -> None:
         """Remove a file that cannot be used, so that it is found no more."""
@@ -264,27 +266,33 @@ def file_bytes(num_bytes: int) -> int:
     return _HEADER.size + _CHECKSUM_BYTES + num_bytes
 
 
-def read_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bool:
+def _touch(path: str) -> None:
+    """Let a file be one that was used just now."""
+    now = time.time_ns()  # the system's own time of a file may be 10 ms old
+    os.utime(path, ns=(now, now))
+
+
+def read_file(file: io.BufferedReader, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> bool:
     """Fill `buffers` from a file of `owner` (32 bytes) and `key`; return whether it is whole."""
     num_bytes = sum(buffer.nbytes for buffer in buffers)
-    if os.fstat(fd).st_size != file_bytes(num_bytes):
+    if os.fstat(file.fileno()).st_size != file_bytes(num_bytes):
         return False
-    found = bytearray(_HEADER.size + _CHECKSUM_BYTES)
-    if not _transfer(os.preadv, fd, [memoryview(found), *buffers]):
+    found = file.read(_HEADER.size + _CHECKSUM_BYTES)
+    if any(file.readinto(buffer) < buffer.nbytes for buffer in buffers):
         return False
     return found == _header(owner, key, num_bytes) + _checksum(buffers)
 
 
-def write_file(fd: int, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> None:
+def write_file(file: io.BufferedWriter, owner: bytes, key: bytes, buffers: Seq[memoryview]) -> None:
     """Write a new file, as `read_file` reads it.
 
     Raises:
         OSError: the disk is full or fails.
     """
     num_bytes = sum(buffer.nbytes for buffer in buffers)
-    header = _header(owner, key, num_bytes) + _checksum(buffers)
-    if not _transfer(os.pwritev, fd, [memoryview(header), *buffers]):
-        raise OSError("the system writes no more bytes")
+    file.write(_header(owner, key, num_bytes) + _checksum(buffers))
+    for buffer in buffers:
+        file.write(buffer)
 
 
 def _header(owner: bytes, key: bytes, num_bytes: int) -> bytes:
@@ -296,24 +304,6 @@ def _checksum(buffers: Seq[memoryview]) -> bytes:
     for buffer in buffers:
         digest.update(buffer)
     return digest.digest()
-
-
-def _transfer(
-    call: Callable[[int, Seq[memoryview], int], int], fd: int, buffers: Seq[memoryview]
-) -> bool:
-    """Read or write all of `buffers` from the file's start; False if the system stops before."""
-    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-    offset = 0
-    while rest:
-        count = call(fd, rest[:_IOV_MAX], offset)
-        if count <= 0:
-            return False
-        offset += count
-        while rest and count >= rest[0].nbytes:
-            count -= rest.pop(0).nbytes
-        if count:
-            rest[0] = rest[0][count:]
-    return True
 
 
 class CheckedStore(ByteStore):

@@ -5,7 +5,6 @@ at the same time.
 """
 
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
@@ -16,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from nanovllm.utils.system import MOVES_OPEN_FILES, READ_PRIVATE, WRITE_NEW, lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +189,11 @@ def new_temporary(directory: str) -> tuple[int, str]:
     Raises:
         OSError: the directory is full, read-only or missing.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         path = f"{directory}/tmp-{secrets.token_hex(16)}"
-        fd = os.open(path, flags, 0o600)
+        fd = os.open(path, WRITE_NEW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd)
             if os.fstat(fd).st_nlink:
                 return fd, path
         except BlockingIOError:
@@ -207,9 +207,12 @@ def new_temporary(directory: str) -> tuple[int, str]:
 def _remove_if_abandoned(path: str) -> None:
     """Remove a temporary file if no living process holds it."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not MOVES_OPEN_FILES:  # then it goes only if nobody holds it
+            os.unlink(path)
+            return
+        fd = os.open(path, READ_PRIVATE)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd)
             os.unlink(path)
         finally:
             os.close(fd)

@@ -19,11 +19,11 @@ import torch
 from nanovllm.core.messages import HOST, Load, Loaded, TierEntry
 from nanovllm.features.tiers.host_pages import PageCopies
 from nanovllm.features.tiers.tier import ByteStore
+from nanovllm.utils.system import lower_thread_priority
 
 logger = logging.getLogger(__name__)
 
 _NUM_LOADERS = 2
-_LOW_PRIORITY = 10  # of the thread that writes: it gives way to the steps
 _CLOSE_SECONDS = 4.0  # how long `close` waits for what is still to be written
 
 
@@ -208,9 +208,8 @@ class PageTransfers:
                 del self._writes[page]
 
     def _run(self, job: Callable[[], bool]) -> None:
-        if job == self._write_next and hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+        if job == self._write_next:  # it gives way to the steps
+            lower_thread_priority()
         with torch.inference_mode():
             while job():
                 pass

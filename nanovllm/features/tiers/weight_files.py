@@ -159,7 +159,7 @@ def _write(cache: Path | None, known: _Known) -> None:
     files = [(path, *entry) for path, entry in known.items()][-_MAX_REMEMBERED:]
     with contextlib.suppress(OSError), disk_cache.new_directory(cache) as new:
         file = Path(new, "weights.json")
-        file.write_text(json.dumps([_FORMAT, files]))
+        file.write_text(json.dumps([_FORMAT, files]), encoding="utf-8")
         disk_cache.seal(file)
         disk_cache.store(file, cache)
 

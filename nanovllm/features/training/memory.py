@@ -3,7 +3,6 @@ pointer, such as a recorded step, continues once the memory has values again. A 
 """
 
 import contextlib
-import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -87,7 +86,7 @@ class Spool:
     """
 
     def __init__(self) -> None:
-        self._file: io.BufferedRandom | None = None
+        self._file: Any = None  # as tempfile makes it
 
     def save(self, weights: HeldWeights) -> None:
         """Write the weights, unless the file has them.

@@ -153,6 +153,17 @@ class VisionFamily(ABC):
         blocks = pixels.view(rows, merge, size, columns, merge, size, 3)
         return blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, size, size)
 
+    def normalized(self, rgb: "torch.Tensor", size: tuple[int, int]) -> "torch.Tensor":
+        """Return the numbers [height, width, 3] float32 of a view's bytes [height * width * 3].
+
+        They are computed in float64 and rounded once, as by transformers' processors on Pillow.
+        """
+        import torch
+
+        mean, std = (torch.tensor(each, dtype=torch.float64) for each in (self.mean, self.std))
+        width, height = size
+        return ((rgb.view(height, width, 3).double() / 255 - mean) / std).float()
+
     @cached_property
     def vision_config(self) -> Mapping[str, Any]:
         found = self.config.get("vision_config")

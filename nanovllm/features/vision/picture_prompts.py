@@ -1,7 +1,7 @@
 """Pictures of a prompt: opened, resized, and put in the places of its markers."""
 
 import hashlib
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from nanovllm.engine.input_checks import PromptLimit
 from nanovllm.engine.prompt import Prompt, PromptTokens
 from nanovllm.errors import InvalidRequestError
 from nanovllm.features.vision import pixels
-from nanovllm.features.vision.family import Layout, VisionFamily
+from nanovllm.features.vision.family import Layout, View, VisionFamily
 from nanovllm.features.vision.messages import NAME, Picture, PictureSpan, Pixels, rope_offset
+from nanovllm.features.vision.picture_process import PictureProcess
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
@@ -42,12 +43,17 @@ class VisionRequests:
         self._max_image_tokens = config.max_image_tokens
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._process = PictureProcess()
         family.layout(64, 64, self._options)  # refuse wrong options at the start
 
     @property
     def marks(self) -> tuple[str, str]:
         """What templates write for a picture: the marker, and all of it."""
         return self._family.marker, self._family.placeholder
+
+    def shutdown(self) -> None:
+        """End the process that opens files, until it is needed again."""
+        self._process.shutdown()
 
     def see(self, prompt: Prompt, limit: PromptLimit) -> PromptTokens:
         """Return the prompt with its pictures in it.
@@ -72,29 +78,40 @@ class VisionRequests:
 
     def _read(self, index: int, given: Any, prompt: Prompt) -> tuple[Layout, Picture]:
         """Return what a picture becomes in the prompt, and for the tower."""
-        try:
-            image = _image(given)
-        except pixels.PictureError as error:
-            raise InvalidRequestError(f"picture {index}: {error}") from error
         options = {**self._options, **prompt.picture_options}
+
+        def choose(width: int, height: int) -> Layout:
+            return self._layout(width, height, options)
+
         try:
-            layout = self._family.layout(image.width, image.height, options)
-        except InvalidRequestError as error:
+            found = _content(given)
+            if isinstance(found, bytes):
+                layout, views = self._process.resized(found, choose, self._wanted)
+            else:
+                layout = choose(found.width, found.height)
+                views = pixels.resized(found, *self._wanted(layout))
+        except (pixels.PictureError, InvalidRequestError) as error:
             raise InvalidRequestError(f"picture {index}: {error}") from error
+        return layout, _picture(layout, views, self._family.patch)
+
+    def _wanted(self, layout: Layout) -> tuple[Seq[View], str]:
+        return layout.views, self._family.resample
+
+    def _layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
+        layout = self._family.layout(width, height, options)
         whole = self._family.tokens_that_see_each_other(self._options, has_window=True)
         if whole and layout.num_tokens > whole:
             raise InvalidRequestError(
-                f"picture {index}: it would take {layout.num_tokens} tokens, which see each other, "
-                f"and by the engine's mm_processor_kwargs at most {whole} do: raise that at start"
+                f"it would take {layout.num_tokens} tokens, which see each other, and by the "
+                f"engine's mm_processor_kwargs at most {whole} do: raise that at start"
             )
         most = self._max_image_tokens
         if most is not None and layout.num_tokens > most:
             raise InvalidRequestError(
-                f"picture {index}: its {image.width} x {image.height} pixels take "
-                f"{layout.num_tokens} tokens, max_image_tokens allows {most}: make it smaller, or "
-                "lower mm_processor_kwargs' pixels"
+                f"its {width} x {height} pixels take {layout.num_tokens} tokens, max_image_tokens "
+                f"allows {most}: make it smaller, or lower the pixels in mm_processor_kwargs"
             )
-        return layout, _picture(layout, image, self._family)
+        return layout
 
     def _expand_text(
         self, prompt: Prompt, layouts: Seq[Layout], limit: PromptLimit
@@ -225,42 +242,47 @@ def _runs(positions: Seq[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _image(given: Any) -> Image.Image:
-    """Return a picture in RGB, of any of the forms that callers give."""
+def _content(given: Any) -> Image.Image | bytes:
+    """Return a picture in RGB, or the bytes of a file, of any of the forms that callers give.
+
+    Raises:
+        PictureError: it is none of them.
+    """
     if isinstance(given, Image.Image):
         pixels.check_size(given.width, given.height)
         return pixels.as_rgb(given)
-    if isinstance(given, str | Path):
-        path = Path(given).expanduser()
-        if str(given).startswith(("http://", "https://")):
-            raise pixels.PictureError(
-                f"{shown(str(given))} is an address, and nothing is fetched: download it, and give "
-                "the file or its bytes"
-            )
-        try:
-            if not path.is_file():
-                raise pixels.PictureError(f"there is no file {shown(str(given))}")
-            with path.open("rb") as file:
-                given = file.read(pixels.MAX_BYTES + 1)
-        except OSError as error:
-            raise pixels.PictureError(f"cannot read {shown(str(path))}: {error}") from error
     if isinstance(given, bytes | bytearray | memoryview):
-        return pixels.opened(bytes(given))
+        return bytes(given)
     if hasattr(given, "shape") and hasattr(given, "dtype"):
         return pixels.from_array(given)
-    raise pixels.PictureError(
-        "give a PIL image, the bytes of a file, its path, or a numpy array, got "
-        f"{type(given).__name__}"
-    )
+    if not isinstance(given, str | Path):
+        raise pixels.PictureError(
+            "give a PIL image, the bytes of a file, its path, or a numpy array, got "
+            f"{type(given).__name__}"
+        )
+    if str(given).startswith(("http://", "https://")):
+        raise pixels.PictureError(
+            f"{shown(str(given))} is an address, and nothing is fetched: download it, and give the "
+            "file or its bytes"
+        )
+    try:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise pixels.PictureError(f"there is no file {shown(str(given))}")
+        with path.open("rb") as file:
+            return file.read(pixels.MAX_BYTES + 1)
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, pixels.PictureError):
+            raise
+        raise pixels.PictureError(f"cannot read {shown(str(given))}: {error}") from error
 
 
-def _picture(layout: Layout, image: Image.Image, family: VisionFamily) -> Picture:
+def _picture(layout: Layout, parts: Seq[bytes], patch: int) -> Picture:
     """Return a picture as the tower reads it, with its digest."""
-    parts = pixels.resized(image, layout.views, family.resample)
     digest = hashlib.sha256(f"{_RULES} {layout}".encode())
     views = []
     for view, rgb in zip(layout.views, parts, strict=True):
         width, height = view.size
         digest.update(rgb)
-        views.append(Pixels(height, width, rgb, height * width // family.patch**2))
+        views.append(Pixels(height, width, rgb, height * width // patch**2))
     return Picture(digest.digest(), tuple(views), layout.num_tokens)

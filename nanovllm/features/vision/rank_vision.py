@@ -106,7 +106,9 @@ class RankVision(WorkerHook):
 
     def _begin_view(self, view: Pixels) -> TowerState:
         family = self._family
-        patches = patches_of(view, family).to(self._device, self._dtype)
+        pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
+        normalized = family.normalized(pixels, (view.width, view.height))
+        patches = family.patches(normalized).to(self._device, self._dtype)
         rows, columns = view.height // family.patch, view.width // family.patch
         return self.tower.begin(patches, rows, columns)
 
@@ -158,15 +160,6 @@ class RankVision(WorkerHook):
 
     def free(self) -> None:
         self._spans.clear()
-
-
-def patches_of(view: Pixels, family: VisionFamily) -> torch.Tensor:
-    """Return what a family's tower reads of a view: patches [P, numbers] float32."""
-    pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
-    # In float64, then rounded once: so do transformers' processors on Pillow.
-    mean, std = (torch.tensor(each, dtype=torch.float64) for each in (family.mean, family.std))
-    normal = ((pixels.view(view.height, view.width, 3).double() / 255 - mean) / std).float()
-    return family.patches(normal)
 
 
 class _Encoding:

@@ -22,10 +22,10 @@ class EncoderHook(AdmissionHook):
     Invariants:
     - The workers have the embeddings of `_cached`, once the steps scheduled so far have run. With
       those of the picture that is being encoded they take at most `max_bytes`.
-    - A parked sequence waits, held by no policy. The first one parked gets all of its pictures
-      before those of the next begin.
-    - Pictures are pinned, and never dropped, while a sequence that is not parked may still read
-      them, or the first parked one waits. So two sequences never wait for each other's.
+    - A parked sequence waits, held by no policy. One that was parked before another gets all of its
+      pictures before those of the other begin, and these never make room for the other's. So two
+      sequences never wait for each other.
+    - Pictures are pinned, and never dropped, while a sequence that is not parked may read them.
 
     Args:
         max_bytes: of embeddings. A request whose prompt has more must have been refused.
@@ -45,7 +45,14 @@ class EncoderHook(AdmissionHook):
         self.num_encoded = 0  # pictures, since the engine started
 
     def begin_step(self) -> None:
-        """Let go of what the rows of earlier steps have read."""
+        """Let sequences go on whose pictures earlier steps have encoded, and let go of what the
+        rows of earlier steps have read.
+        """
+        for seq, needed in list(self._parked.items()):
+            if needed.keys() <= self._cached.keys():
+                del self._parked[seq]
+                self._pin(seq, needed)
+                self.scheduler.resume(seq)
         for seq in list(self._pinned):
             end = max(span.start + span.length for span in seq.inputs)
             if seq.table_idx is not None and seq.num_computed_tokens >= end:
@@ -70,7 +77,7 @@ class EncoderHook(AdmissionHook):
         return None
 
     def needs_step(self) -> bool:
-        return bool(self._dropped) or self._has_room()
+        return bool(self._dropped or self._current or self._begins())
 
     def fill_step(self, schedule: Schedule) -> Schedule:
         """Add the next layers of the tower: as many as cost what the step's rows leave of its
@@ -103,9 +110,14 @@ class EncoderHook(AdmissionHook):
             if seq.table_idx is not None:
                 self.scheduler.preempt(seq)
         self.forget()
+        if (step := (schedule.extras or {}).get(NAME)) is not None:
+            self._dropped += step.dropped
+            self._dropped += [part.digest for part in step.slices]
 
     def forget(self) -> None:
         """Drop all embeddings. No running sequence may still need one."""
+        for seq in list(self._pinned):  # those that wait are asked again when they are admitted
+            self._pin(seq, ())
         self._dropped += self._cached
         self._cached.clear()
         self._stop_encoding()
@@ -135,52 +147,49 @@ class EncoderHook(AdmissionHook):
             for digest in found:
                 self._cached.move_to_end(digest)
 
-    def _next_picture(self) -> Picture | None:
-        """Return the first picture that the first parked sequence lacks; None if none is parked."""
-        needed = next(iter(self._parked.values()), {})
-        return next((needed[each] for each in needed if each not in self._cached), None)
+    def _next_picture(self) -> tuple[Picture | None, set[bytes]]:
+        """Return the first picture that a parked sequence lacks, and what must stay meanwhile: all
+        that this sequence needs, and those before it, which lack none.
+        """
+        kept: set[bytes] = set()
+        for needed in self._parked.values():
+            kept |= needed.keys()
+            for digest, picture in needed.items():
+                if digest not in self._cached:
+                    return picture, kept
+        return None, kept
 
-    def _evictable(self) -> list[bytes]:
-        """Return what may be dropped, the oldest first."""
-        needed = next(iter(self._parked.values()), {})
-        return [each for each in self._cached if not self._pins[each] and each not in needed]
-
-    def _has_room(self) -> bool:
-        """Return whether a picture is being encoded, or can be."""
-        if self._current is not None:
-            return True
-        picture = self._next_picture()
+    def _begins(self) -> tuple[Picture, list[bytes]] | None:
+        """Return the next picture to encode, and what is dropped for it; None if none can be."""
+        picture, kept = self._next_picture()
         if picture is None:
-            return False
-        free = self._max_bytes - self.num_bytes
-        return free + sum(self._cached[each] for each in self._evictable()) >= self._size(picture)
+            return None
+        missing = self.num_bytes + self._size(picture) - self._max_bytes
+        dropped = []
+        for digest, size in self._cached.items():  # the oldest first
+            if missing <= 0:
+                break
+            if not self._pins[digest] and digest not in kept:
+                dropped.append(digest)
+                missing -= size
+        return (picture, dropped) if missing <= 0 else None
 
     def _begin_next(self) -> bool:
-        """Return whether a picture is being encoded; begin the next one if none is and it fits."""
-        if self._current is not None or not self._has_room():
-            return self._current is not None
-        picture = self._next_picture()
-        assert picture is not None
-        for digest in self._evictable():
-            if self.num_bytes + self._size(picture) <= self._max_bytes:
-                break
-            del self._cached[digest]
-            self._dropped.append(digest)
-        self._current = _Encoding(picture, self._info.num_layers * len(picture.views))
-        return True
+        """Return whether a picture is being encoded; begin the next one if none is, and it fits."""
+        if self._current is None and (found := self._begins()) is not None:
+            picture, dropped = found
+            for digest in dropped:
+                del self._cached[digest]
+            self._dropped += dropped
+            self._current = _Encoding(picture, self._info.num_layers * len(picture.views))
+        return self._current is not None
 
     def _end_encoding(self) -> None:
-        """Let the sequences go on that have all of their pictures now."""
         assert self._current is not None
         picture = self._current.picture
         self._current = None
         self._cached[picture.digest] = self._size(picture)
         self.num_encoded += 1
-        for seq, needed in list(self._parked.items()):
-            if needed.keys() <= self._cached.keys():
-                del self._parked[seq]
-                self._pin(seq, needed)
-                self.scheduler.resume(seq)
 
     def _stop_encoding(self) -> None:
         if self._current is not None:

@@ -11,7 +11,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 
 from nanovllm.kernels.cpu.calls import CSRC, DISPATCH, SOURCES, c_files, pack_call
 from nanovllm.utils import disk_cache
+from nanovllm.utils.system import is_noexec, kill_group
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _build(cache: Path | None, name: str, command: list[str]) -> ctypes.CDLL | N
         OSError: there is no room, or no right to run what is there.
     """
     with disk_cache.new_directory(cache) as directory:
-        if os.statvfs(directory).f_flag & getattr(os, "ST_NOEXEC", 0):
+        if is_noexec(directory):
             raise PermissionError(f"{directory} is mounted noexec, and kernels are to be run")
         room = Path(directory, "room")
         room.write_bytes(bytes(_ROOM))  # before minutes of compiling that would fail
@@ -147,7 +147,7 @@ def find_compiler() -> list[str]:
 def _key(command: list[str], version: bytes) -> str:
     """Return a hash of all that decides the code."""
     sources = [(path.name, path.read_bytes()) for path in SOURCES]
-    processor = (os.uname().machine, processor_name(), sorted(processor_flags()))
+    processor = (platform.machine(), processor_name(), sorted(processor_flags()))
     decisive = (sources, DISPATCH, command, version, processor)
     return hashlib.sha256(repr(decisive).encode()).hexdigest()[:24]
 
@@ -215,7 +215,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a compiler that has not been waited for, with the processes that it started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
@@ -256,7 +256,7 @@ def processor_field(*beginnings: str) -> str:
 
     "" if there is none, as on other systems.
     """
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith(beginnings):
                 return line.partition(":")[2].strip()

@@ -19,7 +19,7 @@ _ARGUMENTS = {
     name: " ".join(arguments.split())
     for source in SOURCES
     if source.suffix == ".c"
-    for name, arguments in _DEFINITION.findall(source.read_text())
+    for name, arguments in _DEFINITION.findall(source.read_text(encoding="utf-8"))
 }
 _KINDS = {"ptrdiff_t": "N", "float": "F", "token_count": "T", "row_count": "R"}
 _WORDS = {
@@ -68,7 +68,7 @@ DISPATCH = "\n".join(
 def c_files(directory: Path) -> list[Path]:
     """Return the files to compile, with CSRC as include path. Write DISPATCH to `directory`."""
     dispatch = directory / "run_call.c"
-    dispatch.write_text(DISPATCH)
+    dispatch.write_text(DISPATCH, encoding="utf-8")
     return [dispatch, *(source for source in SOURCES if source.suffix == ".c")]
 
 

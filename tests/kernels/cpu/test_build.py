@@ -258,6 +258,6 @@ def test_a_compiler_ends_with_a_process_that_is_killed(tmp_path):
 def running(pid: str) -> bool:
     """Return whether a process runs. One that has ended may wait for its parent's call."""
     try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return False

@@ -64,7 +64,7 @@ class _Utils:
         self._ptx = next(path for path in files.values() if path.endswith(".ptx"))
 
     def load_binary(self, name: str, code: bytes, shared: int, device: str) -> tuple[Any, ...]:
-        function = Path(self._ptx).read_text(), shared
+        function = Path(self._ptx).read_text(encoding="utf-8"), shared
         return None, function, 0, 0, 1024  # module, function, registers, spills, most threads
 
     def get_device_properties(self, device: str) -> dict[str, int]:

@@ -30,8 +30,6 @@ from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import VisionFamily
 from nanovllm.features.vision.gemma3 import Gemma3
 from nanovllm.features.vision.gemma4 import Gemma4, Gemma4Unified
-from nanovllm.features.vision.messages import Pixels
-from nanovllm.features.vision.rank_vision import patches_of
 from nanovllm.kernels.cpu.library import library
 
 SOFT = 90
@@ -331,7 +329,8 @@ def test_pixels_are_those_of_transformers(name: str) -> None:
         layout = family.layout(image.width, image.height, options)
         [view] = layout.views
         [rgb] = pixels.resized(image, layout.views, family.resample)
-        ours = patches_of(Pixels(view.height, view.width, rgb, 0), family)
+        numbers = torch.frombuffer(bytearray(rgb), dtype=torch.uint8)
+        ours = family.patches(family.normalized(numbers, view.size))
         if name == "gemma3":
             found = gemma3_processor(image, return_tensors="pt")["pixel_values"][0]
             theirs = family.patches(found.permute(1, 2, 0))
