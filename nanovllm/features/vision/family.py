@@ -5,10 +5,10 @@ import importlib
 import importlib.util
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.files import read_json
@@ -22,11 +22,20 @@ if TYPE_CHECKING:
     from nanovllm.features.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""The mean and standard deviation of colours that CLIP was trained with, and many since."""
 
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4:Gemma4Unified",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VL",
+    "Lfm3VlForConditionalGeneration": "lfm3_vl:Lfm3VL",
+    "Mistral3ForConditionalGeneration": "pixtral:Pixtral",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen:QwenVL",
     "Qwen3VLMoeForConditionalGeneration": "qwen:QwenVL",
     "Qwen3_5ForConditionalGeneration": "qwen:QwenVL",
@@ -175,6 +184,18 @@ class VisionFamily(ABC):
         """Return a positive integer of vision_config."""
         value = self.vision_config.get(name, default)
         return check_int(CheckpointError, f"config.json: vision_config.{name}", value, 1, high)
+
+    def field(self, name: str, default: T, check: Callable[..., T], *limits: int) -> T:
+        """Return a field of config.json that is no part's, by a check of options/validation.py."""
+        value = self.config.get(name, default)
+        return check(CheckpointError, f"config.json: {name}", value, *limits)
+
+    @cached_property
+    def text_size(self) -> int:
+        """The hidden size of the text model."""
+        text = self.config.get("text_config") or self.config
+        where = "config.json: text_config.hidden_size"
+        return check_int(CheckpointError, where, text.get("hidden_size"), 1)
 
     def rope_theta(self, default: float) -> float:
         """Return the base of the tower's angles."""

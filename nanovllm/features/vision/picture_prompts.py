@@ -169,6 +169,10 @@ class VisionRequests:
             found += token_ids[at:first]
             ids = self._ids_of(layout.from_soft_to_soft)
             is_whole = token_ids[first : first + len(ids)] == ids
+            if len(ids) == 1:  # is it the picture, or does it stand for one?
+                whole = self._ids_of(layout.pieces)
+                start = first - whole.index(soft)
+                is_whole = start >= at and token_ids[start : start + len(whole)] == whole
             at = first + (len(ids) if is_whole else 1)
             if not is_whole:
                 ids = self._ids_of(layout.pieces)

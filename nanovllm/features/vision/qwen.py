@@ -18,8 +18,6 @@ from nanovllm.features.vision.tower import (
 from nanovllm.options.validation import check_int
 
 _MAX_RATIO = 200  # of a picture's sides
-_LIMITS = {"shortest_edge": 65536, "longest_edge": 16777216}
-"""Pixels after resizing, at least and at most, where the checkpoint does not say."""
 
 
 class QwenVL(VisionFamily):
@@ -31,6 +29,8 @@ class QwenVL(VisionFamily):
 
     marker = soft_token = "<|image_pad|>"
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
+    least, most = 65536, 16777216
+    """Pixels after resizing, where the checkpoint does not say."""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         super().__init__(config, processor)
@@ -39,13 +39,21 @@ class QwenVL(VisionFamily):
         self.frames = self.size("temporal_patch_size", 2, high=16)
         self.mean = tuple(processor.get("image_mean") or self.mean)
         self.std = tuple(processor.get("image_std") or self.std)
-        text = config.get("text_config") or {}
+        text = config.get("text_config") or config
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        self.axes = _interleaved(rope.get("mrope_section") or (24, 20, 20))
+        self.axes = self.rope_axes(rope.get("mrope_section"))
+
+    def rope_axes(self, sections: Sequence[int] | None) -> tuple[int, ...]:
+        """Return `axes`: time, row and column in turns, then time alone."""
+        _, rows, columns = sections = sections or (24, 20, 20)
+        ends = {1: 3 * rows, 2: 3 * columns}
+        pairs = range(sum(sections))
+        return tuple(pair % 3 if pair < ends.get(pair % 3, 0) else 0 for pair in pairs)
 
     def limits(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """Return the fewest and the most pixels after resizing."""
-        size = {**_LIMITS, **(self.processor.get("size") or {})}
+        size = {"shortest_edge": self.least, "longest_edge": self.most}
+        size.update(self.processor.get("size") or {})
         for name, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
             if self.processor.get(old) is not None:
                 size[name] = self.processor[old]
@@ -65,17 +73,9 @@ class QwenVL(VisionFamily):
             )
         least, most = self.limits(options)
         factor = self.patch * self.merge
-        sides = [round(side / factor) * factor for side in (height, width)]
-        if math.prod(sides) > most:
-            beta = math.sqrt(height * width / most)
-            sides = [
-                max(factor, math.floor(side / beta / factor) * factor) for side in (height, width)
-            ]
-        elif math.prod(sides) < least:
-            beta = math.sqrt(least / (height * width))
-            sides = [math.ceil(side * beta / factor) * factor for side in (height, width)]
-        rows, columns = (side // factor for side in sides)
-        return Layout((View(sides[1], sides[0]),), (rows * columns,), (rows, columns))
+        rows, columns = blocks_near((height, width), factor, least, most)
+        view = View(columns * factor, rows * factor)
+        return Layout((view,), (rows * columns,), (rows, columns) if self.axes else (0, 0))
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.blocks(pixels).unsqueeze(2).expand(-1, -1, self.frames, -1, -1).flatten(1)
@@ -115,8 +115,23 @@ class QwenVL(VisionFamily):
         return tower
 
 
-def _interleaved(sections: Sequence[int]) -> tuple[int, ...]:
-    """Return what `VisionFamily.axes` is: time, row and column in turns, then time alone."""
-    _, rows, columns = sections
-    ends = {1: 3 * rows, 2: 3 * columns}
-    return tuple(pair % 3 if pair < ends.get(pair % 3, 0) else 0 for pair in range(sum(sections)))
+def blocks_near(
+    sides: tuple[int, int], factor: int, least: int, most: int, fewest: int = 0
+) -> tuple[int, int]:
+    """Return the rows and columns of blocks that a picture is resized to.
+
+    Args:
+        sides: height and width of the picture, in pixels.
+        factor: pixels of a block's side.
+        least, most: pixels of all blocks.
+        fewest: blocks of a side, before the number of pixels is looked at.
+    """
+    height, width = (max(fewest, round(side / factor)) for side in sides)
+    pixels = height * width * factor**2
+    if pixels > most:
+        beta = math.sqrt(math.prod(sides) / most)
+        height, width = (max(1, math.floor(side / beta / factor)) for side in sides)
+    elif pixels < least:
+        beta = math.sqrt(least / math.prod(sides))
+        height, width = (math.ceil(side * beta / factor) for side in sides)
+    return height, width

@@ -106,9 +106,7 @@ class RankVision(WorkerHook):
 
     def _begin_view(self, view: Pixels) -> TowerState:
         family = self._family
-        pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
-        normalized = family.normalized(pixels, (view.width, view.height))
-        patches = family.patches(normalized).to(self._device, self._dtype)
+        patches = patches_of(view, family).to(self._device, self._dtype)
         rows, columns = view.height // family.patch, view.width // family.patch
         return self.tower.begin(patches, rows, columns)
 
@@ -160,6 +158,13 @@ class RankVision(WorkerHook):
 
     def free(self) -> None:
         self._spans.clear()
+
+
+def patches_of(view: Pixels, family: VisionFamily) -> torch.Tensor:
+    """Return what a family's tower reads of a view: patches [P, numbers] float32."""
+    pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
+    normal = family.normalized(pixels, (view.width, view.height))
+    return family.patches(normal)
 
 
 class _Encoding:

@@ -636,5 +636,7 @@ class VisionTower(nn.Module):
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
         for pattern, theirs in self.names.items():
             name = re.sub(pattern, theirs, name)
-        names = [place + name for place in self.places]
+        # Files of transformers 4 have a module more around a SigLIP tower.
+        both = name, name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        names = [place + each for each in both for place in self.places]
         return next((each for each in names if each in known), names[0])
