@@ -31,6 +31,7 @@ from nanovllm.features.vision.family import VisionFamily
 from nanovllm.features.vision.gemma3 import Gemma3
 from nanovllm.features.vision.gemma4 import Gemma4, Gemma4Unified
 from nanovllm.kernels.cpu.library import library
+from tests.vision.pictures import add_tokenizer
 
 SOFT = 90
 TEXT: dict[str, Any] = {
@@ -307,6 +308,45 @@ def test_bits_do_not_depend_on_how_a_prompt_is_computed(made: Made) -> None:
         num_preemptions += llm.engine.scheduler.stats.num_preemptions
     assert all(each == found[0] for each in found)
     assert num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("make", "marker", "around"),
+    [
+        (gemma3, "<start_of_image>", ("\n\n<start_of_image>", "<end_of_image>\n\n")),
+        (unified, "<|image|>", ("<|image>", "<image|>")),
+    ],
+)
+def test_a_marker_becomes_what_the_processors_write(
+    make: Any, marker: str, around: tuple[str, str], tmp_path: Path
+) -> None:
+    """In text; in token ids, one soft token stands for all, or all are there."""
+    made = Made(make, tmp_path)
+    family = FAMILIES[made.name]
+    special = list(dict.fromkeys([marker, *map(str.strip, around), family.soft_token]))
+    ids = add_tokenizer(tmp_path, special, "{{ messages[0].content }}")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    soft = ids[family.soft_token]
+    fields |= {"image_token_index" if make is gemma3 else "image_token_id": soft}
+    fields["text_config"]["vocab_size"] = max(ids.values()) + 1
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    llm = LLM(made.path, dtype="float32", device="cpu", max_model_len=256, load_format="dummy")
+    tokenizer = llm.get_tokenizer()
+    image = picture(30, 50)
+    [count] = made.inputs([image])[0]
+    whole = f"one{around[0]}{family.soft_token * count}{around[1]}two"
+    expected = tokenizer.encode(whole)
+    asked = [f"one{marker}two", expected, [*expected[:1], soft, *expected[-1:]]]
+    for prompt in asked:
+        kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        output = llm.generate(
+            {kind: prompt, "multi_modal_data": {"image": image}},
+            SamplingParams(max_tokens=1),
+            use_tqdm=False,
+        )[0]
+        assert output.prompt_token_ids is not None
+        assert output.prompt_token_ids.count(soft) == count
+        assert prompt is asked[2] or output.prompt_token_ids == expected
 
 
 FAMILIES: dict[str, VisionFamily] = {
