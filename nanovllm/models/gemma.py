@@ -71,6 +71,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B."""
+    """Gemma 3 4B, 12B and 27B, without images."""
 
     ignores = Gemma3ForCausalLM.ignores | {"final_logit_softcapping"}
