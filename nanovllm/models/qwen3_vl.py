@@ -12,7 +12,7 @@ _STORED = StoredExperts(linears=None, transposed=True, either=True)
 
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
-    """Qwen3-VL: Qwen3, whose three position numbers are equal for text."""
+    """Qwen3-VL, with pictures: Qwen3, whose three position numbers are equal for text."""
 
     reads = _READS
     left_out = OTHER_MODALITIES

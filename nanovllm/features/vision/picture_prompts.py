@@ -51,6 +51,13 @@ class VisionRequests:
         """What templates write for a picture: the marker, and all of it."""
         return self._family.marker, self._family.placeholder
 
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the token that stands for a picture in a list of token ids, and how many tokens
+        one of these sides becomes.
+        """
+        layout = self._layout(width, height, self._options)
+        return self._soft_id, len(self._ids_of(layout.pieces))
+
     def shutdown(self) -> None:
         """End the process that opens files, until it is needed again."""
         self._process.shutdown()

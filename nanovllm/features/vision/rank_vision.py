@@ -5,6 +5,7 @@ The scheduler decides what is encoded, in which steps, and what is dropped.
 
 import dataclasses
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.worker.hooks import RowNeeds, WorkerHook
 from nanovllm.worker.model_loader import NetworkSpec, WeightForms, default_dtype, use_kernels
 from nanovllm.worker.model_runner import ModelRunner
+from nanovllm.worker.network import Companion
 
 
 class RankVision(WorkerHook):
@@ -45,6 +47,7 @@ class RankVision(WorkerHook):
         self._device = network.device
         self._dtype = spec.model_config.dtype
         self.tower = load_tower(family, spec, network.device, network.kernels)
+        network.companions.append(Companion(self.tower, partial(make_tower, family, spec)))
         self._features: dict[bytes, torch.Tensor] = {}  # by digest, [N, (1 + D) * hidden_size]
         self._running: dict[bytes, _Encoding] = {}
         self._spans: dict[int, tuple[PictureSpan, ...]] = {}  # by table row
@@ -237,6 +240,12 @@ def places_of(spans: Seq[PictureSpan], start: int, end: int) -> torch.Tensor:
     return torch.cat(parts, dim=1)[:, start:end]
 
 
+def make_tower(family: VisionFamily, spec: NetworkSpec) -> VisionTower:
+    """Return a family's tower in the dtype of the model, with weights that are not loaded."""
+    with default_dtype(spec.model_config.dtype):
+        return family.make_tower()
+
+
 def load_tower(
     family: VisionFamily, spec: NetworkSpec, device: torch.device, kernels: Kernels
 ) -> VisionTower:
@@ -245,8 +254,8 @@ def load_tower(
     Raises:
         CheckpointError: a tensor is missing, or of another shape.
     """
-    with default_dtype(spec.model_config.dtype), device:
-        tower = family.make_tower()
+    with device:
+        tower = make_tower(family, spec)
     use_kernels(tower, kernels)
     forms = WeightForms(tower, spec.model_config.dtype, kernels)
     if spec.config.load_format == "dummy":

@@ -636,7 +636,14 @@ class VisionTower(nn.Module):
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
         for pattern, theirs in self.names.items():
             name = re.sub(pattern, theirs, name)
-        # Files of transformers 4 have a module more around a SigLIP tower.
-        both = name, name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-        names = [place + each for each in both for place in self.places]
+        names = self.all_names(self.places[0] + name)
         return next((each for each in names if each in known), names[0])
+
+    def all_names(self, name: str) -> list[str]:
+        """Return the names that checkpoints may have for the tensor that `checkpoint_name` calls
+        `name` where none is known: that first.
+        """
+        own = name.removeprefix(self.places[0])
+        # Files of transformers 4 have a module more around a SigLIP tower.
+        both = own, own.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        return [place + each for each in both for place in self.places]
