@@ -186,6 +186,8 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
         groups.append(StateGroup(info.kv.state_pages))
     if not info.kv.causal:
         groups.append(BidirectionalGroup(info.max_model_len))
+    elif info.kv.picture_tokens:
+        groups.append(BidirectionalGroup(info.kv.picture_tokens, of_prompts=False))
     return groups
 
 

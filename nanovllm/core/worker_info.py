@@ -64,6 +64,7 @@ class KVInfo(NamedTuple):
     causal: bool = True
     """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
     of it is cached, and nothing is generated."""
+    picture_tokens: int = 0  # at most so many tokens of a picture see each other; 0: none do
 
 
 class DraftInfo(NamedTuple):

@@ -185,10 +185,8 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, **norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        residual = self.embed(batch)
+        residual = self.first_input(batch)
         size = residual.shape[1]
-        for indices, values in batch.embeds:
-            residual[indices] = values[:, :size].to(residual.dtype)
         hidden: torch.Tensor | None = None
         for number, layer in enumerate(self.layers, 1):
             # The next layer's attention needs all tokens, so only the last layer drops some.
@@ -200,8 +198,15 @@ class Decoder(nn.Module):
         hidden, _ = self.norm.add_norm(hidden, residual)
         return hidden
 
+    def first_input(self, batch: Batch) -> torch.Tensor:
+        """Return what the first layer reads: [T, hidden_size]."""
+        residual = self.embed(batch)
+        for indices, values in batch.embeds:
+            residual[indices] = values[:, : residual.shape[1]].to(residual.dtype)
+        return residual
+
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Return what the first layer reads, in memory of its own: [T, hidden_size]."""
+        """Return the embeddings of all tokens, in memory of their own: [T, hidden_size]."""
         return self.embed_tokens(batch.input_ids)
 
 

@@ -29,6 +29,9 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """The mean and standard deviation of colours that CLIP was trained with, and many since."""
 
 FAMILIES = {
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4:Gemma4Unified",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VL",
     "Lfm3VlForConditionalGeneration": "lfm3_vl:Lfm3VL",
     "Mistral3ForConditionalGeneration": "pixtral:Pixtral",
@@ -132,6 +135,15 @@ class VisionFamily(ABC):
         Raises:
             InvalidRequestError: the family reads no such picture, or an option is unknown.
         """
+
+    def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
+        """Return how many soft tokens of a picture see each other, at most, in the text model's
+        layers with a window, or in those without; 0: each sees only those before it.
+
+        Args:
+            options: `mm_processor_kwargs` of the engine.
+        """
+        return 0
 
     @abstractmethod
     def make_tower(self) -> "VisionTower":

@@ -56,7 +56,7 @@ class VisionRequests:
         one of these sides becomes.
         """
         layout = self._layout(width, height, self._options)
-        return self._soft_id, len(self._ids_of(layout))
+        return self._soft_id, len(self._ids_of(layout.pieces))
 
     def shutdown(self) -> None:
         """End the process that opens files, until it is needed again."""
@@ -106,6 +106,12 @@ class VisionRequests:
 
     def _layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
         layout = self._family.layout(width, height, options)
+        whole = self._family.tokens_that_see_each_other(self._options, has_window=True)
+        if whole and layout.num_tokens > whole:
+            raise InvalidRequestError(
+                f"it would take {layout.num_tokens} tokens, which see each other, and by the "
+                f"engine's mm_processor_kwargs at most {whole} do: raise that at start"
+            )
         most = self._max_image_tokens
         if most is not None and layout.num_tokens > most:
             raise InvalidRequestError(

@@ -52,6 +52,9 @@ class RankVision(WorkerHook):
         self._running: dict[bytes, _Encoding] = {}
         self._spans: dict[int, tuple[PictureSpan, ...]] = {}  # by table row
         self._num_prompt_tokens: dict[int, int] = {}
+        self._sees_whole = (
+            network.attention.picture_tokens > 0
+        )  # whether soft tokens see each other
         self._angles = None
         if family.axes:
             assert isinstance(network.model, Family)
@@ -62,7 +65,7 @@ class RankVision(WorkerHook):
         """Say what encoding costs."""
         config = self.tower.config
         encoder = EncoderInfo(
-            config.num_layers,
+            max(config.num_layers, 1),  # a tower without layers has its other parts
             config.hidden_size,
             config.layer_weights,
             self._token_weights,
@@ -115,6 +118,7 @@ class RankVision(WorkerHook):
             return None
         soft: list[int] = []  # tokens of the batch
         values: list[torch.Tensor] = []
+        ends: list[int] = []  # of the spans of these tokens
         placed: list[int] = []
         places: list[torch.Tensor] = []  # [3, N] each
         index = 0
@@ -132,12 +136,16 @@ class RankVision(WorkerHook):
                         at = span.offset - span.start
                         values.append(self._features[span.digest][at + first : at + last])
                         soft += range(index + first - start, index + last - start)
+                        ends += [span.end] * (last - first)
             index += row.num_scheduled_tokens
         if not (soft or placed):
             return None
         needs = RowNeeds()
         if soft:
-            needs = needs._replace(embeds=Replaced(self._tensor(soft), torch.cat(values)))
+            tokens = self._tensor(soft)
+            needs = needs._replace(embeds=Replaced(tokens, torch.cat(values)))
+            if self._sees_whole:
+                needs = needs._replace(ends=Replaced(tokens, self._tensor(ends).int()))
         if placed and self._angles is not None:
             turned = self._angles.rows(torch.cat(places, dim=1).to(self._device))
             needs = needs._replace(rope=Replaced(self._tensor(placed), turned))

@@ -7,7 +7,7 @@ and no part in tensor parallelism: each rank computes it whole.
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,10 @@ from torch import nn
 
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
-from nanovllm.layers.layernorm import LayerNorm, Norm
+from nanovllm.kernels.torch_math import NORM_WIDE
+from nanovllm.layers.layernorm import LayerNorm, Norm, RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, LinearBase, OutputSlice
+from nanovllm.layers.pieces import PiecedLinear, TensorRows
 from nanovllm.layers.rotary_embedding import inverse_frequencies
 from nanovllm.loading.shards import Shard
 
@@ -32,7 +34,7 @@ class TowerConfig:
     patch_shape: tuple[int, ...]  # of the numbers of a patch, in their order in the checkpoint
     activation: str  # one of `torch_math.ACTIVATIONS`
     eps: float = 1e-6
-    norm: type[Norm] = LayerNorm
+    norm: Callable[[int, float], Norm] = LayerNorm
     bias: bool = True  # of the layers' linears
     gated: bool = False  # whether the MLP is a gated linear unit
     merge: int = 1  # patches lie in blocks of merge x merge
@@ -41,6 +43,12 @@ class TowerConfig:
     norm_last: bool = False  # whether the last layer's states are
     num_kv_heads: int | None = None  # None: as many as `num_heads`
     qk_norm: bool = False  # whether queries and keys are normalised, head by head
+    v_norm: bool = False  # whether values are, without a weight
+    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    sandwich: bool = False  # whether attention and MLP are each normalised before they are added
+    # Whether the linears of layers are those of a `BoundedLinear`, and have bounds; None: neither.
+    # Heads of a checkpoint then rotate by columns in their first half, by rows in their second.
+    bounded: bool | None = None
     convolved: Collection[int] = ()  # layers with a `GridConvolution` in place of attention
     kernel_size: int = 3  # of those, in patches
     windowed: Collection[int] = ()  # layers in which patches attend to those of their window
@@ -69,6 +77,10 @@ class TowerConfig:
         mlp = (2 + self.gated) * self.intermediate_size
         return self.hidden_size * (2 * self.hidden_size + 2 * self.kv_size + mlp)
 
+    def bound(self, linear: LinearBase) -> nn.Module:
+        """Return `linear`, in a `BoundedLinear` if the layers have those."""
+        return linear if self.bounded is None else BoundedLinear(linear, bounded=self.bounded)
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -95,6 +107,62 @@ class PatchLinear(LinearBase):
         yield dataclasses.replace(weight, shape=shape, target=weight.target.view(shape))
 
 
+class BoundedLinear(nn.Module):
+    """A linear whose inputs and outputs are kept within bounds, if it has any."""
+
+    def __init__(self, linear: LinearBase, *, bounded: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bounded = bounded
+        if bounded:
+            self.input_min, self.input_max, self.output_min, self.output_max = (
+                nn.Parameter(torch.empty(1)) for _ in range(4)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.bounded:
+            return self.linear(x)
+        return self.linear(x.clamp(self.input_min, self.input_max)).clamp(
+            self.output_min, self.output_max
+        )
+
+
+class BoundedLinears(nn.ModuleDict):
+    """Bounded linears with the same input, by their names in the checkpoint: their outputs lie side
+    by side.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in self.values()], dim=1)
+
+
+def turned_rows(num_heads: int, head_dim: int, name: str = "") -> list[TensorRows]:
+    """Return the rows of heads, whose checkpoint rotates pairs of each half alone, in the order in
+    which the pairs are those of `rotated`: rows' pairs, then columns'.
+    """
+    size = head_dim // 4
+    total = num_heads * head_dim
+    starts = range(0, total, head_dim)
+    return [
+        TensorRows(name, total, start + quarter * size, size)
+        for start in starts
+        for quarter in (2, 0, 3, 1)
+    ]
+
+
+class TurnedNorm(RMSNorm):
+    """The RMSNorm of heads of `turned_rows`."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__(head_dim, eps, NORM_WIDE)
+
+    def shards(self, prefix: str) -> Iterator[Shard]:
+        """Yield the parts of the weight in their order."""
+        rows = turned_rows(1, len(self.weight))
+        for part, target in zip(rows, self.weight.data.view(len(rows), -1), strict=True):
+            yield Shard(f"{prefix}.weight", (part.total,), target, start=part.start)
+
+
 class TowerAttention(nn.Module):
     """Attention of the patches of a view to each other.
 
@@ -102,6 +170,8 @@ class TowerAttention(nn.Module):
         fused: whether the checkpoint has one matrix for queries, keys and values.
         windowed: whether patches attend to those of their window only.
     """
+
+    kernels: Kernels = TORCH
 
     def __init__(self, config: TowerConfig, *, fused: bool, windowed: bool) -> None:
         super().__init__()
@@ -112,10 +182,23 @@ class TowerAttention(nn.Module):
             f"{part}_proj": OutputSlice(outputs, 0, outputs)
             for part, outputs in zip("qkv", self.sizes, strict=True)
         }
-        self.qkv = ColumnParallelLinear(size, slices, bias=config.bias, fused=fused)
-        self.proj = LinearBase(size, size, bias=config.bias)
-        self.q_norm = config.norm(config.head_dim, config.eps) if config.qk_norm else None
-        self.k_norm = config.norm(config.head_dim, config.eps) if config.qk_norm else None
+        norm = config.norm
+        self.qkv: nn.Module
+        if config.bounded is None:
+            self.qkv = ColumnParallelLinear(size, slices, bias=config.bias, fused=fused)
+        else:
+            norm = TurnedNorm
+            linears = [
+                PiecedLinear(size, turned_rows(outputs // self.head_dim, self.head_dim, "linear"))
+                for outputs in self.sizes[:2]
+            ]
+            each = zip(slices, (*linears, LinearBase(size, config.kv_size)), strict=True)
+            self.qkv = BoundedLinears({name: config.bound(linear) for name, linear in each})
+        self.proj = config.bound(LinearBase(size, size, bias=config.bias))
+        self.q_norm = norm(config.head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, config.eps) if config.qk_norm else None
+        self.v_eps = config.eps if config.v_norm else None
+        self.scale = config.scale
         self.windowed = windowed
 
     def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -124,6 +207,9 @@ class TowerAttention(nn.Module):
         q, k, v = (part.view(len(x), -1, self.head_dim) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        if self.v_eps is not None:
+            rows = v.reshape(-1, self.head_dim)
+            v = self.kernels.rms_norm(rows, None, self.v_eps).view(v.shape)
         q, k, v = (part.transpose(0, 1) for part in (q, k, v))  # [heads, P, head_dim] each
         if grid.angles is not None:
             q, k = rotated(q, grid.angles), rotated(k, grid.angles)
@@ -132,8 +218,8 @@ class TowerAttention(nn.Module):
         lengths = list(grid.windows) if self.windowed else [len(x)]
         heads = [
             # torch has a quick kernel for four dimensions only.
-            F.scaled_dot_product_attention(*(part.unsqueeze(0) for part in window)).squeeze(0)
-            for window in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
+            F.scaled_dot_product_attention(a[None], b[None], c[None], scale=self.scale)[0]
+            for a, b, c in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
         ]
         return self.proj(torch.cat(heads, dim=1).transpose(0, 1).flatten(1))
 
@@ -171,12 +257,16 @@ class TowerMLP(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.fc1: LinearBase = LinearBase(config.hidden_size, size, bias=config.bias)
+        self.fc1: nn.Module = LinearBase(config.hidden_size, size, bias=config.bias)
         self.gated = config.gated
-        if config.gated:
-            slices = {name: OutputSlice(size, 0, size) for name in ("gate_proj", "up_proj")}
+        names = "gate_proj", "up_proj"
+        if config.gated and config.bounded is not None:
+            linears = {name: config.bound(LinearBase(config.hidden_size, size)) for name in names}
+            self.fc1 = BoundedLinears(linears)
+        elif config.gated:
+            slices = {name: OutputSlice(size, 0, size) for name in names}
             self.fc1 = ColumnParallelLinear(config.hidden_size, slices, bias=config.bias)
-        self.fc2 = LinearBase(size, config.hidden_size, bias=config.bias)
+        self.fc2 = config.bound(LinearBase(size, config.hidden_size, bias=config.bias))
         self.activation = config.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,12 +288,17 @@ class TowerLayer(nn.Module):
             self.attn = TowerAttention(config, fused=fused, windowed=windowed)
         self.norm2 = config.norm(config.hidden_size, config.eps)
         self.mlp = TowerMLP(config)
+        self.after_attn = config.norm(config.hidden_size, config.eps) if config.sandwich else None
+        self.after_mlp = config.norm(config.hidden_size, config.eps) if config.sandwich else None
 
     def forward(self, hidden: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Return [P, hidden_size] for `hidden` [P, hidden_size], which changes."""
         x, _ = self.norm1.add_norm(None, hidden)
-        x, hidden = self.norm2.add_norm(self.attn(x, grid), hidden)
-        hidden += self.mlp(x)
+        x = self.attn(x, grid)
+        x = x if self.after_attn is None else self.after_attn(x)
+        x, hidden = self.norm2.add_norm(x, hidden)
+        x = self.mlp(x)
+        hidden += x if self.after_mlp is None else self.after_mlp(x)
         return hidden
 
 
@@ -253,6 +348,91 @@ class Merger(nn.Module):
         if self.mixer is not None:
             x = self.mixer(x.view(len(x), self.group, -1).transpose(1, 2).flatten(1))
         return self.linear_fc2(self.kernels.act(self.linear_fc1(x), self.activation))
+
+
+class PooledMerger(nn.Module):
+    """Makes an embedding of the mean of neighbouring patches: norm, linear.
+
+    Args:
+        group: how many patches, which lie one after the other, become an embedding.
+        norm: None: an RMSNorm without weight.
+        scale: factor on the means.
+        standardized: whether learned numbers are then taken off, and others multiply the rest.
+        transposed: whether checkpoints have the linear's weight as [inputs, outputs].
+    """
+
+    kernels: Kernels = TORCH
+
+    def __init__(
+        self,
+        config: TowerConfig,
+        group: int,
+        output_size: int,
+        norm: Norm | None = None,
+        *,
+        eps: float = 1e-6,
+        scale: float = 1.0,
+        standardized: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.group = group
+        self.output_size = output_size
+        self.norm = norm
+        self.eps = eps
+        self.scale = scale
+        self.std_bias = nn.Parameter(torch.empty(size)) if standardized else None
+        self.std_scale = nn.Parameter(torch.empty(size)) if standardized else None
+        self.linear = LinearBase(size, output_size)
+        self.linear.transposed = transposed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [P / group, output_size] for `hidden` [P, hidden_size]."""
+        means = hidden.view(-1, self.group, hidden.shape[1]).float().mean(1).to(hidden.dtype)
+        wide = means.float() * self.scale
+        if self.std_bias is not None and self.std_scale is not None:
+            wide = (wide - self.std_bias.float()) * self.std_scale.float()
+        x = wide.to(hidden.dtype)
+        x = self.kernels.rms_norm(x, None, self.eps) if self.norm is None else self.norm(x)
+        return self.linear(x)
+
+
+class NormedPatches(nn.Module):
+    """Embeds patches: a norm before the linear, and one after it."""
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        numbers = math.prod(config.patch_shape)
+        self.norm1 = config.norm(numbers, config.eps)
+        self.linear = LinearBase(numbers, config.hidden_size, bias=config.patch_bias)
+        self.norm2 = config.norm(config.hidden_size, config.eps)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.norm2(self.linear(self.norm1(patches)))
+
+
+class SummedTables(nn.Module):
+    """A learned vector for each column, and one for each row, which are added.
+
+    Args:
+        length: of each table.
+        merge: patches lie in blocks of merge x merge.
+        by_table: whether a checkpoint has one table after the other, not place after place.
+    """
+
+    def __init__(self, length: int, hidden_size: int, merge: int, *, by_table: bool) -> None:
+        super().__init__()
+        shape = (2, length) if by_table else (length, 2)
+        self.weight = nn.Parameter(torch.empty(*shape, hidden_size))
+        self.merge = merge
+        self.by_table = by_table
+
+    def forward(self, rows: int, columns: int) -> torch.Tensor:
+        """Return [P, hidden_size] float32, for rows x columns patches."""
+        y, x = block_places(rows, columns, self.merge, self.weight.device)
+        of_columns, of_rows = self.weight.unbind(0 if self.by_table else 1)
+        return of_columns[x.long()].float() + of_rows[y.long()].float()
 
 
 class LearnedGrid(nn.Module):
@@ -360,6 +540,7 @@ class VisionTower(nn.Module):
         deepstack: by layer, what makes embeddings of its states, which are added to the outputs of
             the text model's first layers.
         inv_freq: [2, head_dim / 4] float32, radians per row and per column; None: nothing rotates.
+        normed_patches: whether patches are also normalised before their linear and after it.
 
     Attributes:
         names: patterns of names of tensors, and what a checkpoint has in their places.
@@ -374,18 +555,23 @@ class VisionTower(nn.Module):
     def __init__(
         self,
         config: TowerConfig,
-        positions: LearnedGrid | None,
-        merger: Merger,
+        positions: LearnedGrid | SummedTables | None,
+        merger: Merger | PooledMerger,
         deepstack: Mapping[int, Merger] | None = None,
         *,
         inv_freq: torch.Tensor | None = None,
         fused: bool = False,
+        normed_patches: bool = False,
     ) -> None:
         super().__init__()
         deepstack = deepstack or {}
         size = config.hidden_size
         self.config = config
-        self.patch_embed = PatchLinear(config.patch_shape, size, bias=config.patch_bias)
+        self.patch_embed: nn.Module
+        if normed_patches:
+            self.patch_embed = NormedPatches(config)
+        else:
+            self.patch_embed = PatchLinear(config.patch_shape, size, bias=config.patch_bias)
         self.positions = positions
         self.norm_first = config.norm(size, config.eps) if config.norm_first else None
         self.layers = nn.ModuleList(
