@@ -15,7 +15,7 @@ from typing import Any
 from nanovllm.chat.templates import Message, template_options
 from nanovllm.control_api import AsyncWeightMethods
 from nanovllm.engine.engine_thread import EngineThread, FairExecutor, Result, fulfil
-from nanovllm.engine.prompt import Prompt, PromptInput
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.reader import Reader, send
 from nanovllm.engine.request import Request
 from nanovllm.errors import EngineDeadError
@@ -159,9 +159,9 @@ class AsyncLLM(AsyncWeightMethods):
             chat_template,
             chat_template_kwargs,
         )
-        render = self._processor.chat.render
+        render = self._processor.render
         outputs = self._run_request(
-            lambda: Prompt(render(messages, options), rendered=True),
+            lambda: render(messages, options),
             sampling_params,
             request_id,
             priority,

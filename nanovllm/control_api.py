@@ -65,7 +65,7 @@ class ModelMethods:
             InvalidRequestError: there is no chat template, or it cannot render the messages.
         """
         processor = self._processor
-        return processor.encode(processor.chat.render(messages, options), rendered=True)
+        return processor.token_ids(processor.render(messages, options))
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """Return the checkpoint's transformers tokenizer, None if it has none.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.core.worker_info import TierInfo, WorkerInfo
+from nanovllm.core.worker_info import EncoderInfo, TierInfo, WorkerInfo
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine, Observer
 from nanovllm.engine.output_processor import OutputProcessor
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.speculation.drafting import AdaptiveDrafting
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.features.vision.picture_prompts import VisionRequests
     from nanovllm.scheduler.admission_hook import AdmissionHook
 
 
@@ -153,6 +154,12 @@ def _scheduler(
         hooks.append(AdapterHook(config.max_loras))
     if info.tiers is not None:
         hooks.append(_load_hook(config, info.tiers))
+    if info.encoder is not None:
+        from nanovllm.features.vision.scheduling import EncoderHook
+
+        # The last: it sees what the others let a sequence begin with.
+        max_bytes = config.encoder_cache_mib * 2**20
+        hooks.append(EncoderHook(info.encoder, max_bytes, info.max_num_batched_tokens))
     return Scheduler(
         block_manager,
         max_num_seqs=config.max_num_seqs,
@@ -179,6 +186,8 @@ def _groups(info: WorkerInfo) -> list[KVCacheGroup]:
         groups.append(StateGroup(info.kv.state_pages))
     if not info.kv.causal:
         groups.append(BidirectionalGroup(info.max_model_len))
+    elif info.kv.picture_tokens:
+        groups.append(BidirectionalGroup(info.kv.picture_tokens, of_prompts=False))
     return groups
 
 
@@ -216,6 +225,18 @@ def make_drafting(
     )
 
 
+def _make_vision(
+    config: Config, info: EncoderInfo, checkpoint: Checkpoint, tokenizer: TextTokenizer | None
+) -> "VisionRequests":
+    from nanovllm.features.vision.family import find_family
+    from nanovllm.features.vision.picture_prompts import VisionRequests
+
+    family = find_family(config, checkpoint)
+    assert family is not None
+    max_tokens = config.encoder_cache_mib * 2**20 // info.bytes_per_token
+    return VisionRequests(family, config, tokenizer, max_tokens)
+
+
 def _input_processor(
     config: Config,
     info: WorkerInfo,
@@ -242,6 +263,8 @@ def _input_processor(
         return pooling_requests(config, checkpoint, tokenizer, limit, render, info.kv.causal)
 
     more: dict[str, Any] = {}
+    if info.encoder is not None:
+        more["make_vision"] = partial(_make_vision, config, info.encoder, checkpoint, tokenizer)
     if config.enable_lora:
         from nanovllm.features.lora.adapter_registry import make_registry
 

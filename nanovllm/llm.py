@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.control_api import WeightMethods
 from nanovllm.engine.engine_thread import EngineThread, Result
 from nanovllm.engine.llm_engine import run_logged
-from nanovllm.engine.prompt import Prompt, PromptInput
+from nanovllm.engine.prompt import PromptInput
 from nanovllm.engine.reader import Item, Mailbox
 from nanovllm.engine.request import Request
 from nanovllm.errors import InvalidRequestError, NanoVLLMError
@@ -129,9 +129,8 @@ class LLM(WeightMethods):
 
         given = add_generation_prompt, continue_final_message, tools, chat_template
         options = template_options(*given, chat_template_kwargs)
-        render = self._processor.chat.render
-        texts = [render(conversation, options) for conversation in as_conversations(messages)]
-        prompts = [Prompt(text, rendered=True) for text in texts]
+        render = self._processor.render
+        prompts = [render(conversation, options) for conversation in as_conversations(messages)]
         return self.generate(
             prompts, sampling_params, use_tqdm, priority=priority, lora_request=lora_request
         )

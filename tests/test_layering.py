@@ -46,13 +46,17 @@ FOLDERS = {
     "tiers": Folder("kernels kv layers models options platform scheduler utils worker", torch=True),
     "factory": Folder(
         "loading engine layers.logits_rules parallel kv lora observe options pooling scheduler "
-        "speculation structured tiers",
+        "speculation structured tiers vision",
         torch=False,
     ),
     "vllm": Folder("factory demo_model engine llm async_llm options", torch=False),
     "nano_vllm": Folder("kv options scheduler worker.model_runner", torch=False),
     "quantization": Folder("loading kernels layers options utils", torch=True),
     "front": Folder("factory chat engine observe options training", torch=False),
+    "vision": Folder(
+        "attention engine kernels kv layers loading models options scheduler utils worker",
+        torch=True,
+    ),
     "structured": Folder("loading options platform utils worker", torch=True),
     "lora": Folder(
         "attention loading kernels kv layers models options scheduler utils worker", torch=True
@@ -67,8 +71,8 @@ FOLDERS = {
         "async_llm loading.files options server utils.strict_json utils.system", torch=False
     ),
     "cli": Folder(
-        "batch demo_model explain lab learn llm options prove ray.row_pool router server utils "
-        "worker.model_report",
+        "batch chat.pictures demo_model explain lab learn llm options prove ray.row_pool router "
+        "server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
@@ -83,7 +87,7 @@ FOLDERS = {
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "attention loading quantization layers lora models options platform pooling "
-        "speculation graphs structured tiers training utils worker",
+        "speculation graphs structured tiers training utils vision worker",
         torch=True,
     ),
     "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),

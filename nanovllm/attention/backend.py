@@ -18,6 +18,10 @@ NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""
 _ONLY_CAUSAL = "only supports causal attention"
+_NO_PICTURES = (
+    "lets no tokens of a picture see each other: for text alone, set "
+    'limit_mm_per_prompt={"image": 0}'
+)
 
 
 class Backend(abc.ABC):
@@ -40,6 +44,7 @@ class Backend(abc.ABC):
     # Whether a layer's cache may be a view whose blocks, dimension 1, are not contiguous.
     blocks_lie_apart: ClassVar[bool] = False
     sees_both_ways: ClassVar[bool] = False  # whether specs that are not `causal` are supported
+    sees_pictures: ClassVar[bool] = False  # whether specs that have `sees_pictures` are supported
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -52,7 +57,11 @@ class Backend(abc.ABC):
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
-        """Return what `unsupported` does, also for a backend that has never heard of `causal`."""
+        """Return what `unsupported` does, also for a backend that has never heard of `causal` and
+        `sees_pictures`.
+        """
+        if spec.sees_pictures and not cls.sees_pictures:
+            return _NO_PICTURES
         return cls.unsupported(spec) if spec.causal or cls.sees_both_ways else _ONLY_CAUSAL
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
@@ -83,7 +92,7 @@ class Backend(abc.ABC):
         """Store the keys and values of `qkv`, then attend with its queries.
 
         A token attends to its own position and all earlier ones in its window; if the spec is not
-        `causal`, to all of its row.
+        `causal`, to all of its row. See `Batch.ends`.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] contiguous, not yet normalised and

@@ -61,7 +61,11 @@ class Batch:
     others: tuple["Batch", ...] = ()
     # [T] int64, the row of the table of angles that each token uses; None: its position.
     rope_positions: torch.Tensor | None = None
-    # [N, hidden_size] each: what the first layer reads of tokens that stand for other inputs.
+    # [T] int32: a token sees the keys of its row before this one, if the spec `sees_pictures`, but
+    # none before its window. None: those up to its own.
+    ends: torch.Tensor | None = None
+    # [N, (1 + D) * hidden_size] each: what the first layer reads of tokens that stand for other
+    # inputs, and what is added to the outputs of the first D layers.
     embeds: tuple[Replaced, ...] = ()
 
     @property

@@ -26,6 +26,7 @@ class CPUBackend(Backend):
     blocks_lie_apart: ClassVar[bool] = True
     supports_recording: ClassVar[bool] = True
     sees_both_ways: ClassVar[bool] = True
+    sees_pictures: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -74,6 +75,7 @@ class CPUBackend(Backend):
             batch.block_tables,
             batch.cu_seqlens_q,
             batch.seq_lens,
+            ends=batch.ends if self.spec.sees_pictures else None,
             causal=self.spec.causal,
             scale=self.spec.scale,
             window=self.spec.window,

@@ -15,6 +15,8 @@ class AttentionOptions:
     # Whether a token sees no token after it; False: it sees all of its row, which has the whole
     # prompt.
     causal: bool = True
+    # Whether a token also sees those after it that `Batch.ends` says: those of the same picture.
+    sees_pictures: bool = False
     scale: float | None = None  # factor on scores; None: head_dim ** -0.5
     # A token sees itself and the window - 1 tokens before it; None: all before it.
     window: int | None = None

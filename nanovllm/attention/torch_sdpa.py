@@ -53,6 +53,7 @@ class TorchBackend(Backend):
     default_block_size: ClassVar[int] = 16
     blocks_lie_apart: ClassVar[bool] = True
     sees_both_ways: ClassVar[bool] = True
+    sees_pictures: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -118,6 +119,9 @@ class TorchBackend(Backend):
                 out[plan.tokens] = self._singles(q[plan.tokens], kv_cache, plan)
         return out
 
+    def _ends(self, batch: Batch) -> torch.Tensor | None:
+        return batch.ends if self.spec.sees_pictures else None
+
     def _plan_singles(self, batch: Batch, rows: list[tuple[int, int, int]]) -> _Singles:
         device = batch.input_ids.device
         width = rows[-1][0]
@@ -136,9 +140,13 @@ class TorchBackend(Backend):
     ) -> Chunk:
         blocks = batch.block_tables[row, : -(-seq_len // self.block_size)].long()
         mask = None
-        if query_len < seq_len and self.spec.causal:
+        ends = self._ends(batch)
+        if (query_len < seq_len or ends is not None) and self.spec.causal:
             keys = torch.arange(seq_len, device=blocks.device)
-            mask = keys <= keys[seq_len - query_len :, None]
+            last = keys[seq_len - query_len :, None]
+            if ends is not None:
+                last = ends[start : start + query_len, None] - 1
+            mask = keys <= last
         return Chunk(start, start + query_len, blocks, seq_len, mask)
 
     def _singles(self, q: torch.Tensor, kv_cache: torch.Tensor, plan: _Singles) -> torch.Tensor:
@@ -183,6 +191,7 @@ class TorchExplicitBackend(TorchBackend):
         chunks: list[Chunk] = []
         start = 0
         device = batch.block_tables.device
+        ends = self._ends(batch)
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
             position = seq_len - query_len
@@ -191,7 +200,8 @@ class TorchExplicitBackend(TorchBackend):
             last = -(-seq_len // self.block_size)
             keys = torch.arange(first * self.block_size, seq_len, device=device)
             queries = torch.arange(position, seq_len, device=device)[:, None]
-            mask = (keys <= queries) & (keys > queries - window)
+            seen = queries if ends is None else ends[start : start + query_len, None] - 1
+            mask = (keys <= seen) & (keys > queries - window)
             blocks = batch.block_tables[row, first:last].long()
             chunks.append(Chunk(start, start + query_len, blocks, len(keys), mask))
             start += query_len

@@ -54,6 +54,7 @@ class TritonBackend(PagedBackend):
     name: ClassVar[str] = "triton"
     default_block_size: ClassVar[int] = 64
     masks_loads: ClassVar[bool] = True
+    sees_pictures: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -122,6 +123,7 @@ class TritonBackend(PagedBackend):
                 prefill,
                 out,
                 sinks,
+                batch.ends if self.spec.sees_pictures else None,
             )
         return out
 

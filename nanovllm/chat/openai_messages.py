@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Mapping, Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.chat.pictures import Locate, anywhere, is_picture, picture_of, with_marks
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 
@@ -49,12 +50,19 @@ def fields_of(given: Any) -> Any:
     return given.model_dump() if is_model else given
 
 
-def prepared(messages: Any) -> list[dict[str, Any]]:
+def prepared(
+    messages: Any, pictures: list[Any] | None = None, locate: Locate = anywhere
+) -> list[dict[str, Any]]:
     """Return the messages of a conversation as templates read them.
 
-    Each `content` is a string. What is empty is left out. Arguments of calls are dictionaries; text
-    that is not a JSON object stays text. Of a call only what OpenAI's API defines is kept: client
-    libraries add fields. Reasoning has both its names, and the role "developer" is "system".
+    Each `content` is a string, with a mark for each picture. What is empty is left out. Arguments
+    of calls are dictionaries; text that is not a JSON object stays text. Of a call only what
+    OpenAI's API defines is kept: client libraries add fields. Reasoning has both its names, and the
+    role "developer" is "system".
+
+    Args:
+        pictures: takes them, in their order; None: the model reads text only.
+        locate: finds the files that parts name.
 
     Raises:
         InvalidRequestError: this is not a conversation, or a message is invalid.
@@ -63,10 +71,11 @@ def prepared(messages: Any) -> list[dict[str, Any]]:
         raise InvalidRequestError(
             f'a conversation is a list of {{"role": ..., "content": ...}}, got {shown(messages)}'
         )
-    return [_message(f"message {index}", message) for index, message in enumerate(messages)]
+    parts = _Parts(pictures, locate)
+    return [_message(f"message {index}", each, parts) for index, each in enumerate(messages)]
 
 
-def _message(name: str, given: Any) -> dict[str, Any]:
+def _message(name: str, given: Any, parts: "_Parts") -> dict[str, Any]:
     fields = fields_of(given)
     message = {key: value for key, value in fields.items() if not counts_as_absent(key, value)}
     role = message.get("role")
@@ -77,7 +86,7 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     message["role"] = _ROLES.get(role, role)
     if role == "assistant" and isinstance(message.get("content"), list | tuple):
         _take_thoughts(message)
-    message["content"] = _content(name, message.get("content"), role)
+    message["content"] = _content(name, message.get("content"), role, parts)
     if not message["content"] and isinstance(message.get("refusal"), str):
         message["content"] = message["refusal"]
     for new, old in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
@@ -109,11 +118,35 @@ def _thought(part: Mapping[str, Any]) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _content(name: str, given: Any, role: str) -> str:
+class _Parts(NamedTuple):
+    """What becomes of the pictures among the parts of messages. See `prepared`."""
+
+    pictures: list[Any] | None
+    locate: Locate
+
+    def content(self, name: str, given: Seq[Any], role: str) -> str:
+        """Return the content of a message of parts."""
+        plain = [fields_of(part) for part in given]
+        if self.pictures is None or not any(map(is_picture, plain)):
+            return "\n".join(_text(name, part) for part in plain)  # as vLLM joins them
+        if role not in ("user", "tool", "function"):
+            raise InvalidRequestError(
+                f"{name} has a picture, and its role is {shown(role)}: pictures belong to messages "
+                "of the user and of tools"
+            )
+        texts: list[str | None] = []
+        for part in plain:
+            if is_picture(part):
+                self.pictures.append(picture_of(name, part, self.locate))
+            texts.append(None if is_picture(part) else _text(name, part))
+        return with_marks(texts)
+
+
+def _content(name: str, given: Any, role: str, parts: _Parts) -> str:
     if given is None and role in ("assistant", "tool", "function"):
         return ""  # there are calls instead, or nothing to return
-    if isinstance(given, list | tuple):  # one line for each part, as vLLM joins them
-        return "\n".join(_text(name, part) for part in given)
+    if isinstance(given, list | tuple):
+        return parts.content(name, given, role)
     if not isinstance(given, str):
         raise InvalidRequestError(
             f"{name}: the content must be a string or a list of parts, got {shown(given)}"

@@ -7,19 +7,13 @@ takes years, and no thread can interrupt such an operation. A process can be end
 This file is the program of that process, too. So it imports only the standard library at its top.
 """
 
-import contextlib
 import datetime
 import functools
 import json
-import os
-import threading
-import weakref
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import subprocess
-
     from jinja2 import Environment, Template
 
     from nanovllm.utils.limited_process import Limits
@@ -44,22 +38,9 @@ class TemplateProcess:
     """
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
-        from nanovllm.utils.process import call_in_forked  # the process itself does without
+        from nanovllm.utils.limited_process import LimitedProcess  # the process does without
 
-        call_in_forked(self._let_go)
-
-    def _let_go(self) -> None:
-        """Give up the pipes of a forked process. The process would live as long as that does."""
-        if self._process is not None:
-            null = os.open(os.devnull, os.O_RDWR)
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                os.dup2(null, pipe.fileno(), inheritable=False)  # what is buffered goes nowhere
-            os.close(null)
+        self._process = LimitedProcess(__file__, MAX_SECONDS, MAX_BYTES)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the text that a template makes of variables, which hold JSON values.
@@ -69,81 +50,29 @@ class TemplateProcess:
                 process was forked from the one that made this object.
             TypeError, ValueError, RecursionError: the variables are not JSON values.
         """
-        if os.getpid() != self._owner:
-            raise TemplateError("this process was forked after the model was loaded")
+        from nanovllm.utils.limited_process import LimitError
+
         request = _encode([template, variables])
-        with self._lock:
-            reply: dict[str, str] = json.loads(self._exchange(request))
+        try:
+            reply = json.loads(self._process.ask(request).decode("utf-8", "surrogatepass"))
+        except LimitError as error:
+            if self._process.is_forked:
+                raise TemplateError(f"{error}") from error
+            raise TemplateLimitError(f"{error}") from error
         if "error" in reply:
             raise TemplateError(reply["error"])
-        return reply["text"]
+        text: str = reply["text"]
+        return text
 
     def shutdown(self) -> None:
         """End the process. A later rendering starts a new one. A forked process changes nothing."""
-        if os.getpid() == self._owner:
-            with self._lock:
-                self._stop()
-
-    def _exchange(self, request: bytes) -> str:
-        from nanovllm.utils.limited_process import Watch
-
-        process = self._running()
-        assert process.stdin is not None  # both are pipes
-        assert process.stdout is not None
-        reply = b""
-        try:
-            with Watch(process, MAX_SECONDS, MAX_BYTES) as watch, contextlib.suppress(OSError):
-                process.stdin.write(request)
-                process.stdin.flush()
-                reply = process.stdout.readline()
-        except BaseException:  # Ctrl-C: its reply would be taken for that to the next request
-            self._stop()
-            raise
-        if not reply.endswith(b"\n"):
-            status = self._stop()
-            raise TemplateLimitError(_cause(watch.reached(status), status))
-        return reply.decode("utf-8", "surrogatepass")
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        """Return the process; start one if there is none, or if it has ended."""
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._stop()
-        from nanovllm.utils.limited_process import start
-
-        try:
-            self._process = start(__file__)
-        except OSError as error:
-            raise TemplateError(f"cannot start a process for it: {error}") from error
-        self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
-        return self._process
-
-    def _stop(self) -> int | None:
-        """End the process and return its exit status; None if there is none."""
-        self._process = None
-        return self._finalizer() if self._finalizer is not None else None
-
-
-def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
-    if os.getpid() == owner:  # a forked process would wait for what is not its child
-        process.kill()
-        process.communicate()
-    return process.returncode
-
-
-def _cause(limit: str, exit_status: int | None) -> str:
-    """Return why the process has ended in the middle of a rendering."""
-    if limit == "time":
-        return f"it takes more than {MAX_SECONDS:g} s of processor time"
-    if limit == "memory":
-        return f"it takes more than {MAX_BYTES >> 20} MiB of memory"
-    return f"its process ended with status {exit_status}"
+        self._process.shutdown()
 
 
 def _encode(value: Any) -> bytes:
-    """Return a line of JSON. Lone surrogates pass: the caller of `render` looks for them."""
+    """Return JSON. Lone surrogates pass: the caller of `render` looks for them."""
     text = json.dumps(value, ensure_ascii=False, default=plain_value)
-    return text.encode("utf-8", "surrogatepass") + b"\n"
+    return text.encode("utf-8", "surrogatepass")
 
 
 def plain_value(value: Any) -> Any:
@@ -159,22 +88,22 @@ def plain_value(value: Any) -> Any:
 
 
 def main(limits: "Limits", requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer each line of `requests` with a line of `replies`, until there are no more."""
+    """Answer requests until there are no more."""
     _environment()  # import everything before memory is limited
     limits.memory(MAX_BYTES)
-    for request in requests:
-        try:
-            template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
-            with limits.time(MAX_SECONDS):
-                reply = {"text": _render(template, variables)}
-        except MemoryError:
-            limits.out_of_memory()
-        except RecursionError:
-            reply = {"error": "it is nested too deeply, or calls itself without end"}
-        except Exception as error:  # a template may raise any exception
-            reply = {"error": f"{error}"[:300] or type(error).__name__}
-        replies.write(_encode(reply))
-        replies.flush()
+    limits.serve(requests, replies, MAX_SECONDS, _answer)
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        template, variables = json.loads(request.decode("utf-8", "surrogatepass"))
+        return _encode({"text": _render(template, variables)})
+    except MemoryError:
+        raise
+    except RecursionError:
+        return _encode({"error": "it is nested too deeply, or calls itself without end"})
+    except Exception as error:  # a template may raise any exception
+        return _encode({"error": f"{error}"[:300] or type(error).__name__})
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:

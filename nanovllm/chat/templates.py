@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.openai_messages import fields_of, is_message, prepared
+from nanovllm.chat.pictures import Locate, Rendered, Show, anywhere, forms, hide, with_pictures
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape
 from nanovllm.chat.tool_messages import (
@@ -81,10 +82,19 @@ def template_options(
 
 
 class ChatTemplates:
-    """Renders conversations with the tokenizer's templates, or others, in a separate process."""
+    """Renders conversations with the tokenizer's templates, or others, in a separate process.
 
-    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+    Args:
+        marker: what templates write for a picture; None: the model reads text only.
+        placeholder: the text of a picture in a template that knows none.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer | None, marker: str | None = None, placeholder: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
+        self._marker = marker
+        self._placeholder = placeholder
         self._process = TemplateProcess()
         self._shapes: dict[tuple[str, bool], TemplateShape] = {}
 
@@ -92,12 +102,15 @@ class ChatTemplates:
         """End the process. It is started again when needed."""
         self._process.shutdown()
 
-    def render(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Seq[Message], options: Mapping[str, Any], locate: Locate = anywhere
+    ) -> Rendered:
         """Return the text of a conversation: its special tokens are in it.
 
         Args:
             options: chat_template, tools, add_generation_prompt, continue_final_message, and
                 further variables of the template.
+            locate: finds the files of pictures.
 
         Raises:
             InvalidRequestError: there is no tokenizer, or no template; the messages or options are
@@ -105,7 +118,9 @@ class ChatTemplates:
         """
         if (tokenizer := self._tokenizer) is None:
             raise InvalidRequestError("this engine has no tokenizer, so there is no chat template")
-        conversation = prepared(messages)
+        shown_pictures: list[Any] = []
+        takes = None if self._marker is None else shown_pictures
+        conversation = prepared(messages, takes, locate)
         variables = {"add_generation_prompt": False, **options}
         for name in ("tools", "documents"):  # templates ask only whether they are there
             variables[name] = variables.get(name) or None
@@ -138,10 +153,13 @@ class ChatTemplates:
             template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
             if not isinstance(template, str):
                 raise TemplateError(f"a template is a string, got {shown(template)}")
-            text = self._told(template, conversation, variables)
+            if shown_pictures:
+                found = self._with_pictures(template, conversation, variables, shown_pictures)
+            else:
+                found = Rendered(self._told(template, conversation, variables))
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
-        return _before_mark(text) if continues else text
+        return found._replace(text=_before_mark(found.text)) if continues else found
 
     def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
         """Return the text of messages by the checkpoint's own template, which may know any roles.
@@ -157,6 +175,33 @@ class ChatTemplates:
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
 
+    def _with_pictures(
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        pictures: Seq[Any],
+    ) -> Rendered:
+        """Return the text of a conversation with pictures: of the first form in which the template
+        shows them all.
+        """
+        assert self._marker is not None
+        hidden = hide(variables, self._marker)
+        refusal: TemplateError | None = None
+        for form, show in forms(hide(conversation, self._marker), self._placeholder):
+            try:
+                text = self._told(template, form, hidden, show)
+            except TemplateLimitError:
+                raise
+            except TemplateError as error:
+                refusal = error
+                continue
+            if text.count(self._marker) == len(pictures):
+                return with_pictures(text, self._marker, pictures)
+        raise refusal or TemplateError(
+            f"the conversation has {len(pictures)} pictures, and it does not show them all"
+        )
+
     def shape(self, template: str) -> TemplateShape:
         """Return how a template takes tools; those that show none get them in the Hermes format."""
         try:
@@ -165,7 +210,11 @@ class ChatTemplates:
             return TemplateShape(tools=None)
 
     def _told(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show = list,
     ) -> str:
         """Return the text of the first form of a conversation that the template takes whole, else
         of the last form that it takes; raise TemplateError if it takes none.
@@ -174,7 +223,7 @@ class ChatTemplates:
 
         def attempt(form: list[dict[str, Any]]) -> str | None:
             try:
-                return self._rendered(template, form, variables)
+                return self._rendered(template, form, variables, show)
             except TemplateLimitError:
                 raise
             except TemplateError as error:
@@ -194,11 +243,15 @@ class ChatTemplates:
         return found
 
     def _rendered(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show,
     ) -> str:
         """Return the text of a conversation: tools, calls and results are in it."""
         try:
-            return self._render(template, self._fitted(template, conversation, variables))
+            return self._render(template, self._fitted(template, conversation, variables, show))
         except TemplateLimitError:
             raise
         except TemplateError:
@@ -206,12 +259,18 @@ class ChatTemplates:
             if tools == variables["tools"]:
                 raise
         variables = {**variables, "tools": tools}
-        return self._render(template, self._fitted(template, conversation, variables))
+        return self._render(template, self._fitted(template, conversation, variables, show))
 
     def _fitted(
-        self, template: str, conversation: list[dict[str, Any]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        show: Show,
     ) -> dict[str, Any]:
-        """Return the variables of a rendering; an option of a variable's own name goes first."""
+        """Return the variables of a rendering; an option of a variable's own name goes first.
+        `show` says how messages with pictures are written.
+        """
         tools = variables["tools"]
         more: dict[str, Any] = {}
         if shows_pythonic_calls(template) or "tool_plan" in template:
@@ -221,7 +280,7 @@ class ChatTemplates:
         elif tools or any(m["role"] == "tool" or m.get("tool_calls") for m in conversation):
             shape = self._shape(template, bool(tools))
             conversation, more = fitted(conversation, tools, template, shape)
-        return {**more, **variables, "tools": tools, "messages": conversation}
+        return {**more, **variables, "tools": tools, "messages": show(conversation)}
 
     def _render(self, template: str, variables: Mapping[str, Any]) -> str:
         assert self._tokenizer is not None

@@ -33,6 +33,7 @@ class InputSpan(NamedTuple):
     length: int
     digest: bytes  # of what they stand for, 32 bytes: other digests, other prefixes
     offset: int = 0  # of the first in what they stand for, if that has several spans
+    content: object = None  # what they stand for; workers get it as the feature sends it
 
 
 class Admission(NamedTuple):
@@ -164,6 +165,7 @@ class Schedule:
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
     """Made one after the other, before blocks are zeroed and before the rows."""
     transfers: Transfers | None = None  # between the pool and the tiers below it
+    extras: Extras | None = None  # what features of the scheduler tell those of the workers
 
     @property
     def num_tokens(self) -> int:

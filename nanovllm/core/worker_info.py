@@ -64,6 +64,7 @@ class KVInfo(NamedTuple):
     causal: bool = True
     """Whether a token sees only those before it. If not, a prompt is computed in one step, nothing
     of it is cached, and nothing is generated."""
+    picture_tokens: int = 0  # at most so many tokens of a picture see each other; 0: none do
 
 
 class DraftInfo(NamedTuple):
@@ -88,6 +89,21 @@ class TierInfo(NamedTuple):
     page_seconds: float = 0.0  # how long copying a page from host memory takes
 
 
+class EncoderInfo(NamedTuple):
+    """What encoding a picture costs beside a token of the text model, and what it leaves."""
+
+    num_layers: int  # of the tower
+    hidden_size: int  # of its states
+    layer_weights: int  # of one of its layers
+    token_weights: int  # of the text model
+    bytes_per_token: int  # of the embedding of a soft token
+
+    def price(self, num_patches: int) -> float:
+        """Return what one layer costs for a view, in tokens of the text model."""
+        of_patch = self.layer_weights + 2 * num_patches * self.hidden_size
+        return num_patches * of_patch / self.token_weights
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Sizes that the workers found at start-up."""
@@ -103,4 +119,5 @@ class WorkerInfo:
     kv: KVInfo = dataclasses.field(default_factory=KVInfo)
     drafts: DraftInfo = dataclasses.field(default_factory=DraftInfo)
     tiers: TierInfo | None = None
+    encoder: EncoderInfo | None = None  # None: the model reads no pictures
     arithmetic: Arithmetic | None = None  # None before the model has been recorded

@@ -5,7 +5,7 @@ Owns the tokenizer.
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,14 @@ from nanovllm.engine.input_checks import (
     check_unicode,
     no_adapters,
 )
-from nanovllm.engine.prompt import Prompt, PromptInput, as_list, make_prompt, one_for_each
+from nanovllm.engine.prompt import (
+    Prompt,
+    PromptInput,
+    PromptTokens,
+    as_list,
+    make_prompt,
+    one_for_each,
+)
 from nanovllm.engine.request import Request
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.loading.text_tokenizer import TextTokenizer
@@ -28,9 +35,11 @@ from nanovllm.options.pooling_params import PoolingParams
 from nanovllm.options.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat.pictures import Locate
     from nanovllm.chat.templates import ChatTemplates
     from nanovllm.features.pooling.requests import PoolingRequests
     from nanovllm.features.structured.grammar import GrammarCompiler
+    from nanovllm.features.vision.picture_prompts import VisionRequests
 
 NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # if it is pooled
 
@@ -45,6 +54,8 @@ class InputProcessor:
         make_grammars: makes what compiles structured_outputs, when a request first has one. It
             is not called without a tokenizer.
         make_pooling: makes what knows of vectors, when a request first has PoolingParams.
+        make_vision: makes what knows of pictures, when a prompt first has one; None: the model
+            reads none.
         find_adapter: returns the adapter that a request names, None for none.
         checks: further options of `ParamsCheck`.
     """
@@ -59,6 +70,7 @@ class InputProcessor:
         generates: bool = True,
         make_grammars: "Callable[[], GrammarCompiler] | None" = None,
         make_pooling: "Callable[[PromptLimit], PoolingRequests] | None" = None,
+        make_vision: "Callable[[], VisionRequests] | None" = None,
         find_adapter: Callable[[LoRARequest | None], AdapterSlot | None] = no_adapters,
         **checks: Any,
     ) -> None:
@@ -68,8 +80,10 @@ class InputProcessor:
         self._grammars: GrammarCompiler | None = None
         self._chat: ChatTemplates | None = None
         self._make_pooling = make_pooling
+        self._make_vision = make_vision
+        self._vision: VisionRequests | None = None
         self._pooling: PoolingRequests | None = None
-        # Guards these three, which are made when first needed; pooling may need chat.
+        # Guards these, which are made when first needed; pooling may need chat.
         self._lock = threading.RLock()
         self._seeds = random.Random(seed)
         self._seq_ids = count()
@@ -106,20 +120,18 @@ class InputProcessor:
         check_names(request_id, user)
         adapter = self.find_adapter(lora_request)
         prompt = make_prompt(prompt)
-        if (form := params.structured_outputs) is not None:
-            assert self.grammars is not None  # params_check saw to it
-            assert not isinstance(form, dict)
-            self.grammars.compile(form)
-        token_ids = self._tokenize(prompt, params)
+        self._compile_grammar(params)
+        read = self._read(prompt, params)
         bad_words = self._encode_bad_words(params.bad_words) if params.bad_words else ()
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         # Prompt log-probabilities limit prefix hits, so only the first sequence computes them.
         many = params.n > 1 and params.prompt_logprobs is not None
         others = params.clone(prompt_logprobs=None, prompt_logprob_start=0) if many else params
+        extras = read.extras if pooling is None else {**read.extras, "pooling": pooling}
         sequences = [
             Sequence(
                 next(self._seq_ids),
-                token_ids,
+                read.token_ids,
                 others if index else params,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,  # of 64 bits, with a sign
                 priority=priority,
@@ -129,7 +141,9 @@ class InputProcessor:
                 adapter=adapter,
                 generates=pooling is None,
                 skips_prefix_cache=pooling is not None and pooling.reads_all,
-                extras=None if pooling is None else {"pooling": pooling},
+                extras=extras or None,
+                inputs=read.inputs,
+                rope_offset=read.rope_offset,
             )
             for index in range(params.n)
         ]
@@ -191,6 +205,23 @@ class InputProcessor:
             return self._pooling
 
     @property
+    def vision(self) -> "VisionRequests":
+        """What knows of pictures.
+
+        Raises:
+            InvalidRequestError: the model reads none.
+        """
+        if self._make_vision is None:
+            raise InvalidRequestError(
+                "the prompt has pictures, and this model reads text only, or was loaded without "
+                'what reads them (limit_mm_per_prompt={"image": 0}): leave them out'
+            )
+        with self._lock:
+            if self._vision is None:
+                self._vision = self._make_vision()
+            return self._vision
+
+    @property
     def chat(self) -> "ChatTemplates":
         """What renders conversations.
 
@@ -207,13 +238,35 @@ class InputProcessor:
             if self._chat is None:
                 from nanovllm.chat.templates import ChatTemplates
 
-                self._chat = ChatTemplates(self.tokenizer)
+                marks = () if self._make_vision is None else self.vision.marks
+                self._chat = ChatTemplates(self.tokenizer, *marks)
             return self._chat
 
+    def render(
+        self, messages: Seq[Any], options: Mapping[str, Any], locate: "Locate | None" = None
+    ) -> Prompt:
+        """Return the prompt of a conversation. See `ChatTemplates.render`."""
+        more = {} if locate is None else {"locate": locate}
+        text, pictures, places = self.chat.render(messages, options, **more)
+        return Prompt(text, rendered=True, pictures=pictures, marker_places=places)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt of text.
+
+        Raises:
+            InvalidRequestError: as for `encode`, or a picture cannot be read.
+        """
+        if prompt.pictures:
+            return self.vision.see(prompt, self.limit).token_ids
+        assert prompt.text is not None
+        return self.encode(prompt.text, rendered=prompt.rendered)
+
     def shutdown(self) -> None:
-        """End the process that renders conversations, until it is needed again."""
+        """End the processes that render conversations and open pictures, until they are needed."""
         if self._chat is not None:
             self._chat.shutdown()
+        if self._vision is not None:
+            self._vision.shutdown()
 
     def encode(self, text: str, *, rendered: bool = False) -> list[int]:
         """Return the token ids of a text. `rendered` is that of a `Prompt`.
@@ -250,9 +303,33 @@ class InputProcessor:
                 "or score(), or over HTTP /v1/embeddings or /rerank"
             )
 
-    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt."""
+    def _compile_grammar(self, params: SamplingParams) -> None:
+        if (form := params.structured_outputs) is not None:
+            assert self.grammars is not None  # params_check saw to it
+            assert not isinstance(form, dict)
+            self.grammars.compile(form)
+
+    def _read(self, prompt: Prompt, params: SamplingParams) -> PromptTokens:
+        """Return what the model reads of a prompt."""
         kept = params.truncate_prompt_tokens
+        if prompt.pictures:
+            if kept is not None:
+                raise InvalidRequestError(
+                    "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
+                )
+            read = self.vision.see(prompt, self.limit)
+        else:
+            read = PromptTokens(list(self._tokenize(prompt, kept)))
+        token_ids = self.limit.checked_tokens(read.token_ids, kept)
+        if params.prompt_logprob_start >= len(token_ids):
+            raise InvalidRequestError(
+                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
+                f"has {len(token_ids)} tokens: it must be below that"
+            )
+        return read._replace(token_ids=token_ids)
+
+    def _tokenize(self, prompt: Prompt, kept: int | None) -> Seq[int]:
+        """Return the token ids of a prompt, of which `kept` are kept; None: all."""
         token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
@@ -263,12 +340,6 @@ class InputProcessor:
             if kept is None:
                 self.limit.check_length(prompt.text, encode)
             token_ids = encode(prompt.text)
-        token_ids = self.limit.checked_tokens(token_ids, kept)
-        if params.prompt_logprob_start >= len(token_ids):
-            raise InvalidRequestError(
-                f"prompt_logprob_start {params.prompt_logprob_start} is after the prompt, which "
-                f"has {len(token_ids)} tokens: it must be below that"
-            )
         return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -265,7 +265,7 @@ class LLMEngine:
             if reset_running_requests:
                 for seq in list(self.scheduler.running):
                     self.scheduler.preempt(seq)
-            return self.scheduler.block_manager.reset_prefix_cache()
+            return self.scheduler.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric | Vector | Histogram]:
         """Return the engine's counts and its load by vLLM's names, which count continuations."""

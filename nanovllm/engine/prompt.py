@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.core.messages import Extras, InputSpan
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import plain_text, shown
 
@@ -21,6 +22,21 @@ class Prompt:
     """Whether the text is that of a chat template, which has its special tokens in it."""
     salt: str | None = None
     """Cached blocks are shared only with prompts of the same salt."""
+    pictures: tuple[Any, ...] = ()
+    """In the order of their markers: PIL images, bytes or paths of files, numpy arrays."""
+    picture_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """`mm_processor_kwargs`."""
+    marker_places: tuple[int, ...] | None = None
+    """Where the markers of pictures begin in the text; None: all that look so are markers."""
+
+
+class PromptTokens(NamedTuple):
+    """What the model reads of a prompt. See `Sequence` for all but the first."""
+
+    token_ids: list[int]
+    inputs: tuple[InputSpan, ...] = ()
+    extras: Extras = {}  # noqa: RUF012 (never changed)
+    rope_offset: int = 0
 
 
 PromptInput = str | Seq[int] | Mapping[str, Any] | Prompt
@@ -43,12 +59,16 @@ def make_prompt(given: PromptInput) -> Prompt:
         return Prompt(token_ids=_token_ids(given))
     fields = {key: value for key, value in given.items() if value is not None}
     salt = _salt(fields.pop("cache_salt", None))
+    pictures = _pictures(fields.pop("multi_modal_data", {}))
+    options = fields.pop("mm_processor_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise InvalidRequestError(f"mm_processor_kwargs must be a dictionary, got {shown(options)}")
     unknown = [key for key in fields if key not in ("prompt", "prompt_token_ids")]
     if unknown or not fields:
         found = f"got {shown(unknown[0])}" if unknown else "got neither"
         raise InvalidRequestError(
             f'a prompt dictionary has the key "prompt" (text) or "prompt_token_ids", {found}; '
-            "the model reads nothing else"
+            'beside it, it may have "multi_modal_data", "mm_processor_kwargs" and "cache_salt"'
         )
     text = fields.get("prompt")
     token_ids = fields.get("prompt_token_ids")
@@ -61,7 +81,13 @@ def make_prompt(given: PromptInput) -> Prompt:
             f"prompt_token_ids must be a list of token ids, got {shown(token_ids)}"
         )
     text = None if text is None else plain_text(text)
-    return Prompt(text, None if token_ids is None else _token_ids(token_ids), salt=salt)
+    return Prompt(
+        text,
+        None if token_ids is None else _token_ids(token_ids),
+        salt=salt,
+        pictures=pictures,
+        picture_options=options,
+    )
 
 
 def as_list(given: Any) -> list[Any]:
@@ -107,6 +133,17 @@ def _array_to_list(value: Any) -> Any:
             f"token ids must be integers, got an array of {value.dtype}; texts are given as a list"
         )
     return value.tolist()
+
+
+def _pictures(given: Any) -> tuple[Any, ...]:
+    """Return the pictures of multi_modal_data, which has one or a list of them."""
+    if not isinstance(given, Mapping) or not given.keys() <= {"image"}:
+        raise InvalidRequestError(
+            f'multi_modal_data must be {{"image": one or a list of them}}, got {shown(given)}; '
+            "models here read no video and no audio"
+        )
+    found = given.get("image")
+    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
 
 
 def _token_ids(given: Any) -> Seq[int]:

@@ -114,6 +114,7 @@ class StoredExperts(NamedTuple):
     # hidden_size, intermediate_size]; without a gate, in up_proj and down_proj.
     linears: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False  # tensors of all experts have the inputs before the outputs
+    either: bool = False  # or they have not: their shapes say so
     interleaved: bool = False  # in gate_up_proj, gates and ups are in turn, not all gates first
 
 
@@ -172,8 +173,11 @@ class StackedLinear(WeightModule):
             path = f"{parent}.{stacked}" if together else f"{parent}.{expert}.{linear}"
             index = expert if together else None
             found = (*experts, *stored_shape)
-            weight = Shard(path + suffix, found, weights[expert], dim, start, index, transposed)
-            yield from self.weight_shards(weight)
+            target = weights[expert]
+            either = self.stored_as.either
+            yield from self.weight_shards(
+                Shard(path + suffix, found, target, dim, start, index, transposed, either=either)
+            )
             if self.bias is not None:
                 bias = self.bias.data.view(self.num_experts, -1)[expert, rows]
                 yield Shard(path + bias_suffix, (*experts, shape[0]), bias, 0, bias_start, index)

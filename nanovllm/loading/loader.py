@@ -87,7 +87,7 @@ def load_weights(
         _log_left_out(
             (n for header in headers.values() for n in header if n not in file_of), ignored
         )
-    chunks = _plan(model, file_of, ignored)
+    chunks = _plan(model, file_of, headers, ignored)
 
     def keep(chunk: "_Chunk", values: torch.Tensor) -> None:
         values = chunk.fitting(values)
@@ -130,7 +130,10 @@ def _log_left_out(names: Iterable[str], ignored: frozenset[str]) -> None:
 
 
 def _plan(
-    model: nn.Module, file_of: dict[str, Path], ignored: frozenset[str]
+    model: nn.Module,
+    file_of: dict[str, Path],
+    headers: dict[Path, dict[str, TensorInfo]],
+    ignored: frozenset[str],
 ) -> dict[Path, deque["_Chunk"]]:
     chunks: dict[Path, deque[_Chunk]] = {}
     for module, shards in model_shards(model, file_of):
@@ -139,7 +142,9 @@ def _plan(
                 continue
             padding = shard.target.shape[shard.dim] - shard.unpadded_size
             shard.target.narrow(shard.dim, shard.unpadded_size, padding).zero_()
-            chunks.setdefault(file_of[shard.name], deque()).extend(_chunks(shard, module))
+            file = file_of[shard.name]
+            shard = shard.as_stored(headers[file][shard.name].shape)
+            chunks.setdefault(file, deque()).extend(_chunks(shard, module))
     return chunks
 
 
@@ -199,6 +204,7 @@ def _mismatch(name: str, found: TensorInfo, shard: Shard | None) -> list[str]:
         return [f"unexpected {_shown(name)} {shown(found.shape)}"]
     as_blocks = shard.target.dtype == torch.uint8 and found.blocks_shape is not None
     shape = found.blocks_shape if as_blocks else found.shape
+    shard = shard.as_stored(found.shape)
     is_same_number = _is_one_number(found.shape) and _is_one_number(shard.shape)
     if shape != shard.shape and not is_same_number:
         return [f"misshapen {name}: {shown(found.shape)}, the config says {shard.shape}"]

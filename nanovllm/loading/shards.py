@@ -27,12 +27,20 @@ class Shard:
     # The tensor's matrix is [inputs, outputs]: `target` is a part of the transpose.
     transposed: bool = False
     optional: bool = False  # whether a checkpoint may lack the tensor: `target` stays as it is then
+    either: bool = False  # whether a checkpoint may also have its matrix the other way round
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Return the shape of what `target` is a part of."""
         shape = self.shape if self.index is None else self.shape[1:]
         return shape[::-1] if self.transposed else shape
+
+    def as_stored(self, shape: tuple[int, ...]) -> "Shard":
+        """Return this shard for a checkpoint whose tensor has this shape."""
+        turned = (*self.shape[:-2], *self.shape[:-3:-1])
+        if not self.either or shape == self.shape or shape != turned:
+            return self
+        return dataclasses.replace(self, shape=turned, transposed=not self.transposed)
 
     @property
     def unpadded_size(self) -> int:

@@ -198,6 +198,8 @@ def _rope_type(settings: dict[str, Any]) -> str:
         rope_type = "alpha"
         for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             settings.pop(key, None)  # transformers also ignores them
+    if rope_type == "mrope" and "mrope_section" in settings:  # which only some families read
+        rope_type = "default"
     if isinstance(rope_type, str):
         rope_type = _ROPE_NAMES.get(rope_type, rope_type)
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:

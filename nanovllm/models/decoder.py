@@ -185,19 +185,28 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, **norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        residual = self.embed(batch)
-        for indices, values in batch.embeds:
-            residual[indices] = values.to(residual.dtype)
+        residual = self.first_input(batch)
+        size = residual.shape[1]
         hidden: torch.Tensor | None = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, 1):
             # The next layer's attention needs all tokens, so only the last layer drops some.
             output_indices = batch.output_indices if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, batch, output_indices)
+            for indices, values in batch.embeds:
+                if number * size < values.shape[1]:
+                    hidden[indices] += values[:, number * size :][:, :size].to(hidden.dtype)
         hidden, _ = self.norm.add_norm(hidden, residual)
         return hidden
 
+    def first_input(self, batch: Batch) -> torch.Tensor:
+        """Return what the first layer reads: [T, hidden_size]."""
+        residual = self.embed(batch)
+        for indices, values in batch.embeds:
+            residual[indices] = values[:, : residual.shape[1]].to(residual.dtype)
+        return residual
+
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Return what the first layer reads, in memory of its own: [T, hidden_size]."""
+        """Return the embeddings of all tokens, in memory of their own: [T, hidden_size]."""
         return self.embed_tokens(batch.input_ids)
 
 

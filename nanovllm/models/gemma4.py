@@ -176,14 +176,15 @@ class Gemma4Decoder(ScaledDecoder):
         self._size = size = config.count("hidden_size_per_layer_input")
         if size:
             vocab_size = config.size("vocab_size_per_layer_input")
+            self._pad_token_id = config.size("pad_token_id", 0, high=vocab_size - 1, low=0)
             width = len(layers) * size
             self.embed_tokens_per_layer = ScaledEmbedding(vocab_size, width, size**0.5)
             self.per_layer_model_projection = LinearBase(hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps, NORM_WIDE)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        residual = self.embed_tokens(batch.input_ids)
-        inputs = self._layer_inputs(batch.input_ids, residual) if self._size else None
+        residual = self.first_input(batch)
+        inputs = self._layer_inputs(batch, residual) if self._size else None
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Layer)
             output_indices = batch.output_indices if layer is self.layers[-1] else None
@@ -196,11 +197,15 @@ class Gemma4Decoder(ScaledDecoder):
         hidden, _ = self.norm.add_norm(None, residual)
         return hidden
 
-    def _layer_inputs(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def _layer_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor:
         """Return the inputs of all layers, concatenated: [T, layers * hidden_size_per_layer_input].
 
-        They are the mean of an embedding and a projection of the first one, times sqrt(2).
+        They are the mean of an embedding and a projection of the first one, times sqrt(2). Tokens
+        that are no text have the padding token's embedding.
         """
+        input_ids = batch.input_ids
+        for indices, _ in batch.embeds:
+            input_ids = input_ids.index_fill(0, indices, self._pad_token_id)
         norm = self.per_layer_projection_norm
         projected = self.per_layer_model_projection(embedded)
         self.kernels.scale(projected, embedded.shape[1] ** -0.5)

@@ -148,6 +148,12 @@ _KINDS = ("conv", "full_attention", "conv", "sliding_attention")
 
 
 class Lfm3VlForConditionalGeneration(Lfm3ForCausalLM):
-    """LFM3-VL 2B, without images."""
+    """LFM3-VL 2B, with pictures."""
+
+    left_out = OTHER_MODALITIES
+
+
+class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
+    """LFM2-VL and LFM2.5-VL, with pictures."""
 
     left_out = OTHER_MODALITIES

@@ -63,7 +63,7 @@ class Ministral3ForCausalLM(MistralForCausalLM):
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
-    """Mistral Small 3.1 and Ministral 3, without images: the text model is either of the two."""
+    """Mistral Small 3.1 and Ministral 3, with pictures: the text model is either of the two."""
 
 
 class MixtralForCausalLM(DecoderForCausalLM):

@@ -399,7 +399,11 @@ def named_activation(config: ModelConfig, key: str = "hidden_act", default: str 
     Raises:
         UnsupportedModelError: the activation is not implemented.
     """
-    name = config.fields.get(key, default)
+    return activation_of(config.fields.get(key, default), key)
+
+
+def activation_of(name: Any, key: str) -> str:
+    """Do what `named_activation` does for a field of any part of config.json."""
     if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
         raise UnsupportedModelError(
             f"config.json: {key} {shown(name)} is not supported ({', '.join(_ACTIVATION_NAMES)})"

@@ -66,7 +66,7 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 0.8B to 27B, Qwen3.6-27B and Qwen3.8-27B, without images."""
+    """Qwen3.5 0.8B to 27B, Qwen3.6-27B and Qwen3.8-27B, with pictures."""
 
 
 class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
@@ -81,4 +81,4 @@ class Qwen3_5MoeForCausalLM(Qwen3NextForCausalLM):
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """Qwen3.5-35B-A3B, 122B-A10B and 397B-A17B, Qwen3.6-35B-A3B, without images."""
+    """Qwen3.5-35B-A3B, 122B-A10B and 397B-A17B, Qwen3.6-35B-A3B, with pictures."""

@@ -1,6 +1,7 @@
 """Qwen3 with a mixture of experts, and Mellum 2, which also has windows."""
 
 from nanovllm.attention.spec import AttentionOptions
+from nanovllm.layers.experts import SparseMLP
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.expert_parts import is_dense, is_typed_dense, sparse_mlp
 from nanovllm.models.model_config import ModelConfig
@@ -20,9 +21,12 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
         attention = SelfAttention(config, rotary_emb, qk_norm=True, **attention_biases(config))
         if is_dense(config, index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        size = config.size("moe_intermediate_size")
+        return DecoderLayer(config, attention, self.make_experts(config))
+
+    def make_experts(self, config: ModelConfig) -> SparseMLP:
+        """Return the experts of a layer."""
         renormalize = config.flag("norm_topk_prob")
-        return DecoderLayer(config, attention, sparse_mlp(config, size, renormalize=renormalize))
+        return sparse_mlp(config, config.size("moe_intermediate_size"), renormalize=renormalize)
 
 
 class MellumForCausalLM(DecoderForCausalLM):

@@ -106,6 +106,15 @@ def _quantization(error: Error, name: str, value: Any) -> str:
     return check_choice(error, name, value, QUANTIZATIONS)
 
 
+def _picture_limit(error: Error, name: str, value: Any) -> dict[str, Any]:
+    given = check_json_object(error, name, value)
+    for kind, most in given.items():
+        if kind not in ("image", "video", "audio"):
+            raise error(f'{name} has no field {shown(kind)}; it is {{"image": a number}}')
+        check_int(error, f"{name}: {kind}", most, 0, _INT32)
+    return given
+
+
 def _speculative_config(error: Error, name: str, value: Any) -> SpeculativeConfig:
     """Return the options of speculation, which may be given as a dictionary."""
     if isinstance(value, SpeculativeConfig):
@@ -246,6 +255,18 @@ class Config:
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
     max_lora_rank: Annotated[int, check_int, 1, 512] = 16
     """Maximum rank of an adapter that a request names."""
+    limit_mm_per_prompt: Annotated[dict[str, Any] | None, _picture_limit] = None
+    """Maximum number of pictures in a prompt, as {"image": 4}; with 0, what reads pictures is not
+    loaded. None is no limit."""
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, check_json_object] = None
+    """How pictures are resized, by the model's own options, such as {"max_pixels": 1000000}; a
+    prompt's own go first. None is as the checkpoint says."""
+    max_image_tokens: Annotated[int | None, check_int, 1, _INT32] = None
+    """Maximum number of tokens that a picture may take: larger ones are refused. None is what fits
+    into max_model_len."""
+    encoder_cache_mib: Annotated[int, check_int, 1, _INT32] = 256
+    """MiB of memory for pictures that are encoded, of each rank: those of a request must fit, and
+    others stay until there is no room."""
     trace_file: Annotated[str | None, check_path, "a file or None"] = None
     """File for a timeline of the engine's steps and of each sequence, which ui.perfetto.dev shows;
     an existing file is overwritten. None is off."""

@@ -47,7 +47,6 @@ REMEDIES: Mapping[str, str] = {
         "speculative_model num_speculative_tokens": 'use speculative_config={"model": ...}',
         "compilation_config optimization_level cudagraph_capture_sizes": _GRAPHS,
         "enable_chunked_prefill": "use a max_num_batched_tokens of max_model_len or more",
-        "limit_mm_per_prompt mm_processor_kwargs": f"{_TEXT_ONLY}; leave it out",
         "torch_dtype": "use dtype",
         "load_in_8bit load_in_4bit": 'use quantization="int8" or quantization="int4"',
         "cache_dir": "use download_dir",
@@ -151,8 +150,7 @@ OTHER_NAMES: Mapping[str, dict[str, OtherName]] = {
             "tokenizer_mode model_impl": ("auto", "hf", "vllm"),
             "task runner convert": ("auto", "none", "generate", "embed", "pooling", "score"),
             "torch_dtype device_map guided_decoding_backend moe_backend": ("auto",),
-            "rope_scaling mm_processor_kwargs": _EMPTY,
-            "limit_mm_per_prompt": ({}, {"image": 0}, {"image": 0, "video": 0}),
+            "rope_scaling": _EMPTY,
             "compilation_config optimization_level": ({}, 1, 2, 3),
         }
     ),

@@ -68,6 +68,10 @@ def check_networks(
     """
     _check_plugins(config)
     target = check_network(config, checkpoint)
+    if checkpoint.config.get("vision_config"):
+        from nanovllm.features.vision.family import find_family
+
+        target = target._replace(vision=find_family(config, checkpoint))
     if config.speculation is not None and config.speculation.method == "mtp":
         from nanovllm.features.speculation.proposers.mtp_head import check_mtp
 
@@ -190,6 +194,10 @@ def make_runner(
         from nanovllm.features.lora.rank_adapters import RankAdapters
 
         runner.parts.append(RankAdapters(runner))
+    if target.vision is not None:
+        from nanovllm.features.vision.rank_vision import RankVision
+
+        runner.parts.append(RankVision(runner, target.vision, target))
     if config.enable_return_routed_experts:
         from nanovllm.features.training.rank_routing import RankRouting
 

@@ -38,10 +38,11 @@ class AdmissionHook:
         """
         return False
 
-    def prepare(self, seq: Sequence, hit: Hit) -> Hit:
-        """Prepare an admission; return the prefix with which the sequence begins.
+    def prepare(self, seq: Sequence, hit: Hit) -> Hit | None:
+        """Prepare an admission; return the prefix with which the sequence begins. None: it must go
+        on waiting, and the hook has called `Scheduler.suspend` for it.
 
-        Next comes `admitted`, or `cancel` if too few pages are free.
+        Next comes `admitted`, or `cancel` if too few pages are free, or if a hook returns None.
         """
         return hit
 
@@ -64,6 +65,9 @@ class AdmissionHook:
 
     def abandon(self, schedule: Schedule) -> None:
         """Handle a failed step, before its sequences lose their KV."""
+
+    def forget(self) -> None:
+        """Forget what depends on the weights: they may have changed, and no sequence runs."""
 
     def release(self, seq: Sequence) -> None:
         """Handle a sequence that is about to lose its table row and its pages."""

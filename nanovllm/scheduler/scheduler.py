@@ -15,6 +15,7 @@ from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedu
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
 
@@ -242,6 +243,16 @@ class Scheduler:
         if seq.seq_id in self._sequences:
             self._remove(seq, keep_cached=keep_cached)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that is cached, of pages and of hooks; return False, and forget none, while a
+        sequence owns pages.
+        """
+        if not self.block_manager.reset_prefix_cache():
+            return False
+        for hook in self.hooks:
+            hook.forget()
+        return True
+
     # For hooks:
 
     def suspend(self, seq: Sequence) -> None:
@@ -293,8 +304,8 @@ class Scheduler:
             if head is not None and (seq is None or head[0] < order(seq)):  # it waits
                 seq = head[1]
                 admission = self._admit(seq)
-                if admission is None:
-                    head = None
+                if admission is None:  # nobody goes before it, unless a hook holds it now
+                    head = None if seq.is_queued else self._first_prompt()
                     continue
                 admissions.append(admission)  # now `seq` is running[index]
                 head = self._first_prompt()
@@ -373,14 +384,17 @@ class Scheduler:
             reason = "steps in flight" if seq.num_in_flight_steps else "table row"
             self.stalls.append(StallEvent(seq.seq_id, reason))
             return None
-        hit = self.block_manager.match_prefix(seq)
+        hit: Hit | None = self.block_manager.match_prefix(seq)
         for hook in self.hooks:
-            hit = hook.prepare(seq, hit)
-        blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, hit)
-        if blocks is None:
+            hit = hit and hook.prepare(seq, hit)
+        blocks = None
+        if hit is not None:
+            blocks = self.block_manager.allocate_blocks(seq, seq.num_tokens, hit)
+        if hit is None or blocks is None:
             for hook in self.hooks:
                 hook.cancel(seq)
-            self.stalls.append(StallEvent(seq.seq_id, "blocks"))
+            if hit is not None:
+                self.stalls.append(StallEvent(seq.seq_id, "blocks"))
             return None
         seq.table_idx = self._free_table_indices.pop()
         insort(self.running, seq, key=self.policy.order)

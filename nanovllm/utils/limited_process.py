@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import NoReturn
+import weakref
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NoReturn
 
 IN_KERNEL = sys.platform == "linux"
 OUT_OF_MEMORY = 3  # exit status
@@ -40,6 +41,127 @@ def start(program: str, replies: int = subprocess.PIPE) -> "subprocess.Popen[byt
         stderr=subprocess.DEVNULL,
         **own_session(),
     )
+
+
+class LimitError(Exception):
+    """A process was ended by a limit, or ended by itself; the message says which."""
+
+
+class LimitedProcess:
+    """Answers requests in a process, one at a time. It is started when first needed.
+
+    A request that reaches a limit ends the process; the next one gets a new one.
+
+    Args:
+        program: a file whose `main` calls `Limits.serve`.
+        seconds, num_bytes: limits of a request: processor time, and memory besides what the
+            program's imports take.
+    """
+
+    def __init__(self, program: str, seconds: float, num_bytes: int) -> None:
+        from nanovllm.utils.process import call_in_forked  # the process itself does without
+
+        self._program = program
+        self._seconds = seconds
+        self._num_bytes = num_bytes
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        call_in_forked(self._let_go)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made this object."""
+        return os.getpid() != self._owner
+
+    def ask(self, request: bytes) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            LimitError: a limit has ended the process, or it cannot start, or this process was
+                forked from the one that made this object.
+        """
+        if self.is_forked:
+            raise LimitError("this process was forked after the model was loaded")
+        with self._lock:
+            process = self._running()
+            reply = None
+            try:
+                with (
+                    Watch(process, self._seconds, self._num_bytes) as watch,
+                    contextlib.suppress(OSError),  # it has ended: there is no reply
+                ):
+                    _write_frame(process.stdin, request)
+                    reply = _read_frame(process.stdout)
+            except BaseException:  # Ctrl-C: its reply would be taken for that to the next request
+                self._stop()
+                raise
+            if reply is None:
+                status = self._stop()
+                raise LimitError(self._cause(watch.reached(status), status))
+            return reply
+
+    def shutdown(self) -> None:
+        """End the process. A later request starts a new one. A forked process changes nothing."""
+        if not self.is_forked:
+            with self._lock:
+                self._stop()
+
+    def _let_go(self) -> None:
+        """Give up the pipes of a forked process. The process would live as long as that does."""
+        if self._process is not None:
+            null = os.open(os.devnull, os.O_RDWR)
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                os.dup2(null, pipe.fileno(), inheritable=False)  # what is buffered goes nowhere
+            os.close(null)
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        """Return the process; start one if there is none, or if it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        try:
+            self._process = start(self._program)
+        except OSError as error:
+            raise LimitError(f"cannot start a process for it: {error}") from error
+        self._finalizer = weakref.finalize(self, _end, self._process, self._owner)
+        return self._process
+
+    def _stop(self) -> int | None:
+        """End the process and return its exit status; None if there is none."""
+        self._process = None
+        return self._finalizer() if self._finalizer is not None else None
+
+    def _cause(self, limit: str, exit_status: int | None) -> str:
+        """Return why the process has ended in the middle of a request."""
+        if limit == "time":
+            return f"it takes more than {self._seconds:g} s of processor time"
+        if limit == "memory":
+            return f"it takes more than {self._num_bytes >> 20} MiB of memory"
+        return f"its process ended with status {exit_status}"
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> int | None:
+    if os.getpid() == owner:  # a forked process would wait for what is not its child
+        process.kill()
+        process.communicate()
+    return process.returncode
+
+
+def _write_frame(file: IO[bytes] | None, data: bytes) -> None:
+    assert file is not None  # a pipe
+    file.write(len(data).to_bytes(8, "little") + data)
+    file.flush()
+
+
+def _read_frame(file: IO[bytes] | None) -> bytes | None:
+    """Return the next message; None at the end of the file."""
+    assert file is not None
+    head = file.read(8)
+    data = file.read(int.from_bytes(head, "little")) if len(head) == 8 else b""
+    return data if len(head) == 8 and len(data) == int.from_bytes(head, "little") else None
 
 
 class Watch:
@@ -107,6 +229,22 @@ class Limits:
                 resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
             signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends it, whatever it is doing
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+
+    def serve(
+        self,
+        requests: IO[bytes],
+        replies: IO[bytes],
+        seconds: float,
+        answer: Callable[[bytes], bytes],
+    ) -> None:
+        """Answer the requests of a `LimitedProcess` until there are no more."""
+        while (request := _read_frame(requests)) is not None:
+            try:
+                with self.time(seconds):
+                    reply = answer(request)
+            except MemoryError:
+                self.out_of_memory()
+            _write_frame(replies, reply)
 
     def out_of_memory(self) -> NoReturn:
         """End the process, with the status that says why."""

@@ -65,14 +65,15 @@ class AttentionGroups:
                 return user_backend(spec, asked)
             return select_backend(spec, platform.attention_backends(kernels))
 
-        first = select(_spec(layers[0], max_model_len, common))
+        first = select(_spec(layers[0], max_model_len, spec, common))
         common["block_size"] = first.block_size
-        specs = [_spec(layer, max_model_len, common) for layer in layers]
+        specs = [_spec(layer, max_model_len, spec, common) for layer in layers]
         backends = {spec: select(spec) for spec in dict.fromkeys(specs)}
         spec_of = dict(zip(layers, specs, strict=True))
         self.causal = all(spec.causal for spec in specs)
-        # Of a step: the last of its prompts is whole, too, if tokens see those after them.
-        self.max_extra_tokens = 0 if self.causal else max_model_len - 1
+        self.picture_tokens = max(_picture_tokens(spec, layer) for layer in layers)
+        # Of a step: its last prompt, or picture, is whole, too, if tokens see those after them.
+        self.max_extra_tokens = max(0, (self.picture_tokens if self.causal else max_model_len) - 1)
         owners = [layer for layer in layers if layer.source is None]
         self._shapes = [backends[spec_of[layer]].kv_cache_shape(1) for layer in owners]
         sizes = [torch.Size(shape).numel() * self._dtype.itemsize for shape in self._shapes]
@@ -155,15 +156,24 @@ def _check_apart(backends: list[Backend], asked: str) -> None:
             )
 
 
-def _spec(layer: Attention, max_model_len: int, common: dict[str, Any]) -> AttentionSpec:
+def _picture_tokens(spec: NetworkSpec, layer: Attention) -> int:
+    """Return how many tokens of a picture see each other in `layer`, at most; 0: none do."""
+    if spec.vision is None:
+        return 0
+    options = spec.config.mm_processor_kwargs or {}
+    return spec.vision.tokens_that_see_each_other(options, has_window=bool(layer.options.window))
+
+
+def _spec(
+    layer: Attention, max_model_len: int, network: NetworkSpec, common: dict[str, Any]
+) -> AttentionSpec:
     """Return what `layer` needs of a backend. A window as long as `max_model_len` is none."""
     num_heads, num_kv_heads, head_dim = layer.sizes
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        **vars(layer.options),
-        **common,
+        **{**vars(layer.options), **common, "sees_pictures": _picture_tokens(network, layer) > 0},
     )
     whole = spec.window is not None and spec.window >= max_model_len
     return dataclasses.replace(spec, window=None) if whole else spec

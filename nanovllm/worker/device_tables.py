@@ -114,27 +114,28 @@ class DeviceTables:
             self.sampling_tensors.write(uploaded[2], uploaded[3])
             self._admit(admissions)
 
-    def batch(self, rows: list[Row], rope: Seq[Replaced] = ()) -> Batch:
+    def batch(self, rows: list[Row], rope: Seq[Replaced] = (), ends: Seq[Replaced] = ()) -> Batch:
         """Return the tokens of `rows` as a batch, in the order of the rows.
 
         `Batch.others` has the same tokens with each of `other_tables`.
 
         Args:
             rope: [N] each, for `Batch.rope_positions`, in place of position and offset.
+            ends: [N] each, for `Batch.ends`, in place of position + 1.
         """
         query_lens = tuple(row.num_scheduled_tokens for row in rows)
         seq_lens = tuple(row.num_computed_tokens + row.num_scheduled_tokens for row in rows)
         num_tokens = sum(query_lens)
         numbers = [*(row.table_idx for row in rows), *query_lens, *seq_lens]
-        table_indices, lens, ends = self.platform.upload(numbers).view(3, len(rows)).unbind()
+        table_indices, lens, stops = self.platform.upload(numbers).view(3, len(rows)).unbind()
         cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(lens, 0, out=cu_seqlens[1:])
-        # Row r ends at token cu_seqlens[r + 1] of the batch and at position ends[r] of its
-        # sequence, so its token t has the position t + ends[r] - cu_seqlens[r + 1].
+        # Row r ends at token cu_seqlens[r + 1] of the batch and at position stops[r] of its
+        # sequence, so its token t has the position t + stops[r] - cu_seqlens[r + 1].
         token_rows = torch.arange(len(rows), device=self.device)
         token_rows = token_rows.repeat_interleave(lens, output_size=num_tokens)
         tokens = torch.arange(num_tokens, device=self.device)
-        positions = tokens + (ends - cu_seqlens[1:])[token_rows]
+        positions = tokens + (stops - cu_seqlens[1:])[token_rows]
         token_table_indices = table_indices[token_rows]
         input_ids = self.token_ids[token_table_indices, positions].long()
         rope_positions = None
@@ -142,6 +143,10 @@ class DeviceTables:
             rope_positions = positions + self.rope_offsets[token_table_indices]
             for indices, values in rope:
                 rope_positions[indices] = values
+        key_ends = (positions + 1).int() if ends else None
+        for indices, values in ends:
+            assert key_ends is not None
+            key_ends[indices] = values
         width = -(-max(seq_lens) // self.block_size)
         step = rows, table_indices, lens, cu_seqlens
         state = None if self.state_table is None else self.state_table.rows(*step)
@@ -153,12 +158,13 @@ class DeviceTables:
                 positions=positions,
                 slot_mapping=blocks * self.block_size + positions % self.block_size,
                 cu_seqlens_q=cu_seqlens.int(),
-                seq_lens=ends.int(),
+                seq_lens=stops.int(),
                 block_tables=tables[table_indices, :width],
                 lengths=HostLengths(query_lens, seq_lens),
                 state=state,
                 others=others,
                 rope_positions=rope_positions,
+                ends=key_ends,
             )
 
         return batch(self.block_tables, tuple(map(batch, self.other_tables)))

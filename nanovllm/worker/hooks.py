@@ -56,6 +56,7 @@ class RowNeeds(NamedTuple):
     by_layer: bool = False
     embeds: Replaced | None = None  # for `Batch.embeds`
     rope: Replaced | None = None  # for `Batch.rope_positions`: [N]
+    ends: Replaced | None = None  # for `Batch.ends`, of tokens that `embeds` has: [N]
 
 
 class WorkerHook:

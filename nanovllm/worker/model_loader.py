@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.utils.memory import return_freed
 from nanovllm.utils.pages import PageReserve
 
+if TYPE_CHECKING:
+    from nanovllm.features.vision.family import VisionFamily
+
 logger = logging.getLogger(__name__)
 
 _DEFAULT_DTYPE_LOCK = threading.Lock()  # held while torch's default dtype is changed
@@ -51,6 +54,7 @@ class NetworkSpec(NamedTuple):
     # Keep the KV of all layers in the pages of table 0: a draft network's, whose blocks are its
     # target's.
     one_table: bool = False
+    vision: "VisionFamily | None" = None  # how it reads pictures; None: it reads none
 
 
 def num_positions(spec: NetworkSpec) -> int:
@@ -155,10 +159,15 @@ def build_model(
         raise CheckpointError(
             f"{config.model}: the model does not fit into memory: {error!s:.200}"
         ) from error
+    use_kernels(model, kernels)
+    return model.eval().requires_grad_(False)
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Give the modules of `model` the kernels of the device."""
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):
             module.kernels = kernels  # type: ignore[assignment]
-    return model.eval().requires_grad_(False)
 
 
 def make_modules(
@@ -180,7 +189,7 @@ def make_modules(
 
 def _build(model_config: ModelConfig, max_model_len: int, device: torch.device) -> nn.Module:
     family = user_family(model_config)
-    with _default_dtype(model_config.dtype), device:
+    with default_dtype(model_config.dtype), device:
         make = model_class(model_config)
         return at_start(family, "__init__()", make, model_config, max_model_len)
 
@@ -225,7 +234,7 @@ def load_model(model: nn.Module, spec: NetworkSpec, kernels: Kernels) -> None:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Create parameters of `dtype` inside; restore torch's default dtype afterwards."""
     with _DEFAULT_DTYPE_LOCK:
         before = torch.get_default_dtype()

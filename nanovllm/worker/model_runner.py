@@ -240,7 +240,8 @@ class ModelRunner:
                 indices = self.platform.upload(wanted) if needs else sampling.output_indices
             embeds = tuple(need.embeds for need in needs if need.embeds is not None)
             rope = tuple(need.rope for need in needs if need.rope is not None)
-            hidden = self.network.forward(self.tables, rows, indices, embeds, rope)
+            ends = tuple(need.ends for need in needs if need.ends is not None)
+            hidden = self.network.forward(self.tables, rows, indices, embeds, rope, ends)
         place = {index: i for i, index in enumerate(wanted)} if needs else {}
         for need in needs:
             if need.read is not None:

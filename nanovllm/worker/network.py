@@ -4,9 +4,11 @@ The target model is one, and so is a draft network.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch, Replaced
@@ -22,11 +24,19 @@ if TYPE_CHECKING:
     from nanovllm.features.lora.rank_adapters import StepAdapters
 
 
+class Companion(NamedTuple):
+    """A network of a feature, whose weights sleep and change with those of the model."""
+
+    model: nn.Module
+    make_twin: Callable[[], nn.Module]  # a new one; it has `all_names`, as `Family` has
+
+
 class Network:
     """The layers of a network, loaded, with an attention backend and a KV pool.
 
     Attributes:
         adapters: which adapter each token of the running step has; None: the layers have none.
+        companions: other networks that the checkpoint has.
         user_parts: names the user's family and weight format, for errors; None: all is ours.
     """
 
@@ -46,6 +56,7 @@ class Network:
         self.user_parts = user_parts(spec.model_config)
         at_start(self.user_parts, "loading", load_model, self.model, spec, self.kernels)
         self.adapters: StepAdapters | None = None
+        self.companions: list[Companion] = []
 
     @property
     def block_bytes(self) -> int:
@@ -71,15 +82,16 @@ class Network:
         output_indices: torch.Tensor | None,
         embeds: tuple[Replaced, ...] = (),
         rope: tuple[Replaced, ...] = (),
+        ends: tuple[Replaced, ...] = (),
     ) -> torch.Tensor:
         """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size].
 
         Args:
             output_indices: [O], the tokens in the batch whose hidden states are returned, in this
                 order. None: all T. Empty: one, of any token.
-            embeds, rope: for `Batch.embeds` and `Batch.rope_positions`.
+            embeds, rope, ends: for `Batch.embeds`, `Batch.rope_positions` and `Batch.ends`.
         """
-        return self.run(self.batch(tables, rows, output_indices, embeds, rope))
+        return self.run(self.batch(tables, rows, output_indices, embeds, rope, ends))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Write the KV of the tokens of a planned batch; return what the model returns."""
@@ -95,9 +107,10 @@ class Network:
         output_indices: torch.Tensor | None,
         embeds: tuple[Replaced, ...] = (),
         rope: tuple[Replaced, ...] = (),
+        ends: tuple[Replaced, ...] = (),
     ) -> Batch:
         """Return the batch of `rows` for a call of the model. See `forward`."""
-        batch = tables.batch(rows, rope)
+        batch = tables.batch(rows, rope, ends)
         if output_indices is not None and len(output_indices) == 0:
             # Chunks in mid-prompt alone. Kernels must not see an empty batch: keep the first token.
             output_indices = batch.cu_seqlens_q[:1]

@@ -68,6 +68,7 @@ def measure(runner: ModelRunner) -> WorkerInfo:
             network.attention.layout.windows,
             states.num_pages,
             network.attention.causal,
+            network.attention.picture_tokens,
         ),
         drafts=DraftInfo(config.speculation.max_draft_tokens if config.speculation else 0),
     )

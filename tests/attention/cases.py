@@ -120,7 +120,8 @@ def reference(case, sinks=None):
     for keys, values, query_len in rows:
         keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
         for seen in range(len(keys) - query_len + 1, len(keys) + 1):
-            seen_keys = slice(max(seen - (spec.window or seen), 0), seen)
+            last = seen if case.batch.ends is None else int(case.batch.ends[token])
+            seen_keys = slice(max(seen - (spec.window or seen), 0), last)
             scores = torch.einsum("khd,hd->hk", keys[seen_keys], case.q[token].double())
             scores *= spec.head_dim**-0.5 if spec.scale is None else spec.scale
             if spec.softcap:

@@ -88,12 +88,18 @@ def test_triton_is_torch(block_size, head_dim, dtype):
         ({"window": 20, "sinks": True, "scale": 0.3}, 3, {"kind": NORM_WIDE, "v_norm": True}),
         ({"window": 300, "softcap": 5.0}, 2, {"kind": NORM_CENTRED}),
         ({"window": 7}, 1, {"after_rotation": True}),
+        ({"window": 7, "sees_pictures": True}, 3, {}),
     ],
     ids=str,
 )
 def test_triton_is_torch_for_other_families(spec, parts, norm):
-    """With the same keys and values in the cache if there are only queries."""
+    """With the same keys and values in the cache if there are only queries. The batch has a picture
+    in each row of several tokens, which only the last spec sees.
+    """
     case = make_case([(1, 270), (5, 40), (1, 33), (6, 6)], 2, 3, 64, 16, device=DEVICE)
+    ends = case.batch.positions.int() + 1
+    ends[2:5], ends[7:11] = 39, 4
+    case.batch = dataclasses.replace(case.batch, ends=ends)
     case.spec = dataclasses.replace(case.spec, **spec)
     case.cache = case.stored()
     backends = TorchExplicitBackend(case.spec), TritonBackend(case.spec)
@@ -251,6 +257,7 @@ def a_gpu(monkeypatch):
                 ({"head_dim": 100}, "head_dim 100 is no multiple of 8"),
                 ({"head_dim": 512}, "head_dim 512 is no multiple of 8 up to 256"),
                 ({"sinks": True}, "has no attention sinks"),
+                ({"sees_pictures": True}, 'for text alone, set limit_mm_per_prompt={"image": 0}'),
                 ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
                 ({"kv_dtype": FP8}, "does not support an 8-bit KV cache"),
             )
@@ -258,7 +265,7 @@ def a_gpu(monkeypatch):
     ],
 )
 def test_refusals(backend_class, changes, reason, a_gpu):
-    assert reason in backend_class.unsupported(dataclasses.replace(a_gpu, **changes))
+    assert reason in backend_class.refusal(dataclasses.replace(a_gpu, **changes))
 
 
 GPU = cuda.CUDA(torch.device("cuda", 0))

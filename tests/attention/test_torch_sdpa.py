@@ -13,7 +13,7 @@ from nanovllm.apps.lab.templates.backend import MyBackend
 from nanovllm.attention import torch_sdpa
 from nanovllm.attention.selector import select_backend, user_backend
 from nanovllm.attention.spec import AttentionSpec, QKNormRope
-from nanovllm.attention.torch_sdpa import TorchBackend
+from nanovllm.attention.torch_sdpa import TorchBackend, TorchExplicitBackend
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH
 from nanovllm.platform.cpu import CPU
@@ -59,6 +59,19 @@ def test_tokens_see_those_after_them(rows):
             *(x.double().transpose(0, 1) for x in (q, keys, values)), enable_gqa=True
         )
         assert_close(out, exact.transpose(0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_tokens_of_a_picture_see_each_other(window):
+    case = make_case([(20, 20), (1, 5), (7, 30)], 2, 3, 16, 16)
+    case.spec = dataclasses.replace(case.spec, sees_pictures=True, window=window)
+    ends = case.batch.positions.int() + 1
+    ends[3:9], ends[21:25] = 9, 27  # of the third row, the last four of a picture
+    case.batch = dataclasses.replace(case.batch, ends=ends)
+    found = run(case, TorchBackend if window is None else TorchExplicitBackend)
+    assert_close(found, reference(case), atol=1e-5, rows=case.token_names())
+    causal = dataclasses.replace(case, batch=dataclasses.replace(case.batch, ends=None))
+    assert (found - reference(causal))[3:8].abs().amax((1, 2)).min() > 0.01
 
 
 def test_a_backend_that_has_not_heard_of_them_refuses_such_layers():

@@ -46,7 +46,8 @@ CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 def rendered(llm: LLM, template: str, *messages: Any, **options: Any) -> str:
-    return llm.engine.input_processor.chat.render(messages, {"chat_template": template, **options})
+    chat = llm.engine.input_processor.chat
+    return chat.render(messages, {"chat_template": template, **options}).text
 
 
 def called(arguments: Any, **more: Any) -> dict[str, Any]:

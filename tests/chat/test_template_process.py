@@ -34,8 +34,8 @@ def process() -> Iterator[TemplateProcess]:
 
 
 def pid_of(process: TemplateProcess) -> int:
-    assert process._process is not None
-    return process._process.pid
+    assert process._process._process is not None
+    return process._process._process.pid
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,9 @@ def test_same_process_renders_one_template_after_another(process: TemplateProces
 def test_process_that_died_is_started_again(process: TemplateProcess) -> None:
     process.render("a", {})
     os.kill(pid_of(process), signal.SIGKILL)
-    assert process._process is not None
-    process._process.wait()
+    running = process._process._process
+    assert running is not None
+    running.wait()
     assert process.render("b", {}) == "b"
 
 
@@ -102,14 +103,15 @@ def test_interrupt_does_not_shift_the_replies(
         def __init__(self, pipe: Any) -> None:
             self.pipe = pipe
 
-        def readline(self) -> bytes:
+        def read(self, size: int) -> bytes:
             raise KeyboardInterrupt
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.pipe, name)
 
-    assert process._process is not None
-    monkeypatch.setattr(process._process, "stdout", Interrupted(process._process.stdout))
+    running = process._process._process
+    assert running is not None
+    monkeypatch.setattr(running, "stdout", Interrupted(running.stdout))
     with pytest.raises(KeyboardInterrupt):
         process.render("first", {})
     assert process.render("second", {}) == "second"

@@ -36,8 +36,9 @@ def test_templates_get_every_field_of_a_turn(demo_llm: LLM) -> None:
     )
     long = "[" * 100_000
     message = {"role": "assistant", "tool_calls": [call(long)]}
-    assert f'"{long}"' in demo_llm.engine.input_processor.chat.render(
-        [message], {"chat_template": template}
+    assert (
+        f'"{long}"'
+        in demo_llm.engine.input_processor.chat.render([message], {"chat_template": template}).text
     )
     assert render(demo_llm, CONVERSATION, chat_template=template) == (
         'user,Hi,,,,|assistant,,,,,call_1{"name": "f", "arguments": {"a": [1, "é"]}}'

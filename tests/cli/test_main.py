@@ -21,6 +21,8 @@ import nanovllm.__main__
 from nanovllm import SamplingParams, StructuredOutputsParams, demo_model
 from nanovllm.apps.cli import main as cli
 from nanovllm.apps.cli.arguments import EXAMPLES
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.llm import LLM
 from nanovllm.options.config import Config
@@ -535,13 +537,13 @@ def test_new_field_gets_a_flag(run: Run, recorder: Any, monkeypatch: pytest.Monk
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The conversations rendered during the test, in order."""
     found: list[list[Any]] = []
-    render = LLM.render
+    render = InputProcessor.render
 
-    def noted(self: LLM, messages: Any, **options: Any) -> list[int]:
+    def noted(self: InputProcessor, messages: Any, options: Any) -> Prompt:
         found.append(list(messages))
-        return render(self, messages, **options)
+        return render(self, messages, options)
 
-    monkeypatch.setattr(LLM, "render", noted)
+    monkeypatch.setattr(InputProcessor, "render", noted)
     return found
 
 
@@ -598,9 +600,7 @@ def test_chat_passes_options_to_the_template(run: Run, monkeypatch: pytest.Monke
     stream = LLM.stream
 
     def noted(self: LLM, prompt: Any, params: SamplingParams) -> Iterator[Any]:
-        tokenizer = self.get_tokenizer()
-        assert tokenizer is not None
-        prompts.append(tokenizer.decode(prompt))
+        prompts.append(prompt.text)
         return stream(self, prompt, params)
 
     monkeypatch.setattr(LLM, "stream", noted)
@@ -697,7 +697,7 @@ def test_chat_commands(run: Run, rendered: list[Any], tmp_path: Path) -> None:
     shown, err = chat(run, lines=lines)
     assert shown[-2:] == ANSWERS[:2]
     assert [line.split()[0] for line in shown[:-2]] == [
-        *("/help", "/system", "/regen", "/save", "/reset", "/clear", "/exit"),
+        *("/help", "/system", "/image", "/regen", "/save", "/reset", "/clear", "/exit"),
         *('"""', "Ctrl-C"),
     ]
     system = {"role": "system", "content": "Be brief."}

@@ -1,8 +1,8 @@
-"""Layers whose tokens see those after them: each prompt is a row of its own, and nothing stays."""
+"""Layers whose tokens see those after them: a prompt's, whole and uncached, or a picture's."""
 
 from hypothesis import given, settings, strategies as st
 
-from nanovllm.core.messages import StepResult
+from nanovllm.core.messages import InputSpan, StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.block_manager import BlockManager
 from nanovllm.kv.groups.group import BidirectionalGroup
@@ -66,3 +66,46 @@ def test_prompts_are_whole(
         check_scheduler(scheduler)
     assert [seq.output.finish_reason for seq in sequences] == ["stop"] * len(lengths)
     assert manager.num_free_blocks == num_blocks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=3),
+        min_size=1,
+        max_size=6,
+    ),
+    budget=st.integers(1, 20),
+    num_blocks=st.integers(16, 40),
+    block_size=st.integers(1, 5),
+)
+def test_a_row_holds_the_rest_of_a_picture(
+    prompts: list[list[tuple[int, int]]], budget: int, num_blocks: int, block_size: int
+) -> None:
+    """Also after prefix hits inside one, and after preemptions."""
+    group = BidirectionalGroup(8, of_prompts=False)
+    num_blocks += 60 // block_size
+    manager = BlockManager(num_blocks, block_size, groups=[group])
+    scheduler = Scheduler(
+        manager, max_num_seqs=4, max_num_batched_tokens=budget + 7, max_model_len=60
+    )
+    inside: list[list[tuple[int, int]]] = []
+    for number, pictures in enumerate(prompts):
+        spans: list[InputSpan] = []
+        length = 0
+        for text, tokens in pictures:
+            spans.append(InputSpan(length + text, tokens, bytes([tokens] * 32)))
+            length += text + tokens
+        seq = Sequence(number, [1] * (length + 1), SamplingParams(max_tokens=3))
+        seq.inputs = tuple(spans)
+        inside.append([(span.start, span.start + span.length) for span in spans])
+        scheduler.add(seq)
+    while scheduler.num_unfinished:
+        schedule = scheduler.schedule()
+        assert schedule is not None
+        assert sum(row.num_scheduled_tokens for row in schedule.rows) <= budget + 7
+        for row in schedule.rows:
+            assert not any(start < row.end < stop for start, stop in inside[row.seq_id])
+        tokens = [[5] if row.samples else [] for row in schedule.rows]
+        scheduler.update(schedule, StepResult(schedule.step_id, tokens))
+        check_scheduler(scheduler)

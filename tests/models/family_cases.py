@@ -321,6 +321,20 @@ SWITCHES |= {
         "rope": [{"rope_theta": theta, "mrope_interleaved": True} for theta in (1e4, 5e5, 5e6)],
         "mrope_section": [[4, 2, 2], [2, 3, 3], [8, 0, 0]],
     },
+    "qwen2_5_vl": {
+        "rope": [{"rope_theta": theta} for theta in (1e4, 1e6)],
+        "mrope_section": [[2, 1, 1], [1, 2, 1]],
+    },
+    "qwen3_vl_moe": {
+        "attention_bias": [False, True],
+        "rope": [{"rope_theta": theta, "mrope_interleaved": True} for theta in (1e4, 5e5)],
+        "mrope_section": [[4, 2, 2], [2, 3, 3]],
+        "num_experts": [4, 9],
+        "num_experts_per_tok": [2, 3, 1],
+        "moe_intermediate_size": [24, 40],
+        "decoder_sparse_step": [1, 2],
+        "mlp_only_layers": [[], [1]],
+    },
     "muse_glimmer": {
         "sliding_window": WINDOWS,
         "layer_types": TYPES,
@@ -336,6 +350,7 @@ SWITCHES |= {
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SIGLIP = {**TOWER, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 GEMMA4 = {**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2}
+QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 NESTED = {
     "gemma3": {
         "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
@@ -344,15 +359,9 @@ NESTED = {
     "gemma4": {"vision_config": {**GEMMA4, "position_embedding_size": 64}},
     "gemma4_unified": {"vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}},
     "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16}},
-    "qwen3_vl": {
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "deepstack_visual_indexes": [0],
-        },
-    },
+    "qwen2_5_vl": {"vision_config": {**QWEN, "fullatt_block_indexes": [0]}},
+    "qwen3_vl": {"vision_config": {**QWEN, "deepstack_visual_indexes": [0]}},
+    "qwen3_vl_moe": {"vision_config": {**QWEN, "deepstack_visual_indexes": [0]}},
     "muse_glimmer": {
         "vision_config": {**TOWER, "num_attention_heads": 2},
         "out_hidden_size": 32,
@@ -360,7 +369,8 @@ NESTED = {
     },
 }
 """What a model that also takes pictures has beside its text model."""
-EIGHT_TIMES = ("smollm3", "phi3", "granite", "olmo2", "olmo3", "exaone4")
+HEADS_OF_8 = ("phi3", "exaone4", "olmo2", "olmo3", "qwen2_5_vl")
+EIGHT_TIMES = (*HEADS_OF_8, "smollm3", "granite")
 EIGHT_TIMES += ("hunyuan_v1_dense", "granitemoe", "granitemoeshared")
 """Families whose hidden size is a multiple of the number of heads."""
 LATENT = {"minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
@@ -394,7 +404,7 @@ def make_config(case):
     }
     if family in EIGHT_TIMES:
         settings["hidden_size"] = num_heads * 8
-        settings["head_dim"] = 8 if family in ("phi3", "exaone4", "olmo2", "olmo3") else 16
+        settings["head_dim"] = 8 if family in HEADS_OF_8 else 16
     if family in LATENT:
         settings |= {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8}
         del settings["head_dim"]

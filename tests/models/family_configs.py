@@ -382,6 +382,15 @@ def nested(config: dict[str, Any]) -> dict[str, Any]:
     return {"text_config": config, "vision_config": VISION, "tie_word_embeddings": True}
 
 
+LFM2_DENSE = {
+    **LFM2,
+    "layer_types": None,
+    "full_attn_idxs": [1, 4],
+    "block_ff_dim": 96,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 16,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "BailingHybridForCausalLM": {
         **KIMI,
@@ -527,15 +536,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "LagunaForCausalLM": LAGUNA,
-    "Lfm2ForCausalLM": {
-        **LFM2,
-        "layer_types": None,
-        "full_attn_idxs": [1, 4],
-        "block_ff_dim": 96,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 16,
-    },
+    "Lfm2ForCausalLM": LFM2_DENSE,
     "Lfm2MoeForCausalLM": {
         **LFM2,
         "num_dense_layers": 2,
@@ -545,6 +546,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "use_expert_bias": True,
         "routed_scaling_factor": 1.0,
+    },
+    "Lfm2VlForConditionalGeneration": {
+        **nested(LFM2_DENSE),
+        "vision_config": {**VISION, "model_type": "siglip2_vision_model"},
     },
     "Lfm3ForCausalLM": LFM3,
     "Lfm3VlForConditionalGeneration": nested(LFM3),
@@ -618,6 +623,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": LONGROPE,
     },
     "Qwen2ForCausalLM": {**SILU, "use_sliding_window": False, "sliding_window": 32},
+    "Qwen2_5_VLForConditionalGeneration": nested(
+        {
+            **SILU,
+            "use_sliding_window": False,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+        }
+    ),
     "Qwen3ForCausalLM": {**SILU, "use_sliding_window": False, "rope_scaling": YARN},
     "Qwen3MoeForCausalLM": {
         **SILU,
@@ -637,6 +649,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "Qwen3VLForConditionalGeneration": nested({**SILU, "rope_scaling": MROPE}),
+    "Qwen3VLMoeForConditionalGeneration": nested(
+        {
+            **SILU,
+            "rope_scaling": MROPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        }
+    ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": nested(QWEN3_5),
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,

@@ -129,6 +129,11 @@ LFM3_SWITCHES = {
     "attention_bias": [False, True],
     "rope": [{**LFM3_ROPE}, {**LFM3_ROPE, "full_attention": {**YARN, "rope_theta": 1e5}}],
 }
+LFM2_SWITCHES = CONV_SWITCHES | {
+    "block_auto_adjust_ff_dim": [True, False],
+    "block_ffn_dim_multiplier": [1.0, 1.3],
+    "block_multiple_of": [16, 7],
+}
 SWITCHES = {
     "qwen3_5_text": DELTA_SWITCHES,
     "qwen3_5_moe_text": DELTA_SWITCHES | EXPERTS,
@@ -139,12 +144,8 @@ SWITCHES = {
         "decoder_sparse_step": [1, 2],
         "mlp_only_layers": [[], [1]],
     },
-    "lfm2": CONV_SWITCHES
-    | {
-        "block_auto_adjust_ff_dim": [True, False],
-        "block_ffn_dim_multiplier": [1.0, 1.3],
-        "block_multiple_of": [16, 7],
-    },
+    "lfm2": LFM2_SWITCHES,
+    "lfm2_vl": LFM2_SWITCHES,
     "lfm2_moe": CONV_SWITCHES
     | EXPERTS
     | {
@@ -212,6 +213,15 @@ LFM_VISION = {**VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_k
 NESTED = {
     "qwen3_5": {"vision_config": QWEN_VISION},
     "qwen3_5_moe": {"vision_config": QWEN_VISION},
+    "lfm2_vl": {
+        "vision_config": {
+            **VISION,
+            "model_type": "siglip2_vision_model",
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "projector_hidden_size": 32,
+    },
     "lfm3_vl": {"vision_config": LFM_VISION, "projector_hidden_size": 32},
 }
 """What a model that also takes pictures has beside its text model."""

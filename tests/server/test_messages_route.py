@@ -305,7 +305,7 @@ def test_the_billing_line_stays_out_wherever_the_system_speaks() -> None:
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens should be a valid integer"),
-        ({"messages": [said(IMAGE)]}, "got 'image': the models here read text"),
+        ({"messages": [said(IMAGE)]}, "part of type 'image', but the model reads text only"),
         (
             {"messages": [said({"type": "server_tool_use"})]},
             "tool_result or tool_addition or tool_removal, got 'server_tool_use'",

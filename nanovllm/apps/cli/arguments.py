@@ -34,13 +34,15 @@ MAX_LOGPROBS = 20
 EXPLAINED_TOKENS = 16
 """max_tokens of `explain` if no flag sets it."""
 COMMON = {
-    "generate": "chat json max_tokens temperature top_p seed n stop max_model_len quantization",
-    "chat": "url system temperature top_p max_tokens seed max_model_len quantization device "
+    "generate": "chat image json max_tokens temperature top_p seed n stop max_model_len "
+    "quantization",
+    "chat": "url system image temperature top_p max_tokens seed max_model_len quantization device "
     "num_threads",
-    "run": "system temperature top_p max_tokens seed max_model_len quantization device num_threads",
+    "run": "system image temperature top_p max_tokens seed max_model_len quantization device "
+    "num_threads",
     "serve": "host port api_keys served_model_name max_model_len quantization device "
     "gpu_memory_utilization tensor_parallel_size",
-    "explain": "html chat max_tokens temperature top_p seed max_model_len max_num_seqs "
+    "explain": "html chat image max_tokens temperature top_p seed max_model_len max_num_seqs "
     "max_num_batched_tokens",
 }
 """By command, the flags that --help shows."""
@@ -212,6 +214,7 @@ def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
             help="API key of that server. (default: the environment variable OPENAI_API_KEY)",
         )
     parser.add_argument("--system", metavar="TEXT", help="The system message. (default: none)")
+    _add_image_flag(parser, "the first message")
     parser.add_argument(
         "--chat-template-kwargs",
         default={},
@@ -221,7 +224,18 @@ def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:
     )
 
 
+def _add_image_flag(parser: Parser, place: str) -> None:
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"A picture that {place} is about; may be given several times. (default: none)",
+    )
+
+
 def _add_prompt_flags(parser: Parser) -> None:
+    _add_image_flag(parser, "each prompt, with --chat,")
     parser.add_argument(
         "prompt",
         metavar="PROMPT",

@@ -28,6 +28,7 @@ from nanovllm.apps.cli.repl import (
 from nanovllm.apps.explain import ExplainOptions
 from nanovllm.apps.router.router_options import RouterOptions, names_several
 from nanovllm.apps.server.server_options import model_name
+from nanovllm.chat.pictures import with_files
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, ServerError
 from nanovllm.options.config import Config
 from nanovllm.options.flags import MAX_TOKENS, Parser, fields_of, given_fields
@@ -93,7 +94,7 @@ def generate(args: argparse.Namespace) -> int:
     tokenizer = llm.engine.input_processor.tokenizer
     if not args.chat and tokenizer is not None and tokenizer.chat_template:
         note("nanovllm: continuing the text as it is; with --chat the model answers it")
-    prompts = _rendered(llm, given) if args.chat else given
+    prompts = _rendered(llm, given, args) if args.chat else given
     if len(prompts) == 1 and params.n == 1 and not args.json:
         write_stream(piece.text for piece in awaited(pieces(llm.stream(prompts[0], params))))
         return 0
@@ -131,6 +132,8 @@ def chat(args: argparse.Namespace) -> int:
         source = model_source(llm, params, args.chat_template_kwargs)
         source = _naming_flags(source, args.parser)
     conversation = Chat(source, args.system)
+    for file in args.image:
+        conversation.add_picture(file)
     if question:
         conversation.answer(check_text("the question", question))
     elif is_interactive():
@@ -171,15 +174,18 @@ def explain(args: argparse.Namespace) -> int:
     llm, params = load(options, flags, is_named=args.names_model, is_chat=args.chat)
     from nanovllm.apps.explain.explain import explain_prompts
 
-    prompts = _rendered(llm, given) if args.chat else given
+    prompts = _rendered(llm, given, args) if args.chat else given
     explain_prompts(llm, shown_model(args.model), prompts, params, chosen)
     return 0
 
 
-def _rendered(llm: "LLM", texts: list[str]) -> list[Any]:
-    """Return the prompts of conversations that begin with these messages."""
+def _rendered(llm: "LLM", texts: list[str], args: argparse.Namespace) -> list[Any]:
+    """Return the prompts of conversations that begin with these messages, and have pictures."""
     return [
-        llm.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        llm.engine.input_processor.render(
+            [{"role": "user", "content": with_files(text, args.image)}],
+            {"add_generation_prompt": True},
+        )
         for text in texts
     ]
 

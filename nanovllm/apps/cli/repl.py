@@ -3,13 +3,16 @@
 The answers are a model's or a server's.
 """
 
+import contextlib
 import json
+import mimetypes
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.chat.pictures import file_part, with_files
 from nanovllm.errors import InvalidRequestError, ServerError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import did_you_mean, shown
@@ -37,7 +40,7 @@ class AnswerPiece(NamedTuple):
     """How many tokens are new."""
 
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Source = Callable[[list[Message]], Iterator[AnswerPiece]]
 """Answers a conversation, piece by piece. It raises InvalidRequestError or ServerError, or
 KeyboardInterrupt at the first Ctrl-C, and ends the answer when the iterator is closed."""
@@ -45,6 +48,7 @@ KeyboardInterrupt at the first Ctrl-C, and ends the answer when the iterator is 
 HELP = {
     "/help": "shows this list",
     "/system TEXT": "sets the system message; without TEXT there is none",
+    "/image FILE": "adds a picture to the next message, as does its path alone in a line",
     "/regen": "answers the last message again",
     "/save FILE": "writes the conversation to a new file, as JSON",
     "/reset": "starts a new conversation; the system message stays",
@@ -67,9 +71,11 @@ class Chat:
         self._source = source
         self._system = system
         self._turns: list[Message] = []
+        self._pictures: list[str] = []  # files for the next message
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._show_help,
             "/system": self._set_system,
+            "/image": self.add_picture,
             "/regen": self._answer_again,
             "/save": self._save,
             "/reset": self._reset,
@@ -85,18 +91,20 @@ class Chat:
             try:
                 if re.match(r"/\w+(\s|$)", text):  # not a path such as /etc/hosts
                     self._obey(*text.split(None, 1))
+                elif (file := dropped_picture(text)) is not None:
+                    self.add_picture(file)
                 elif text:
                     self.answer(text)
             except (InvalidRequestError, ServerError) as error:
                 complain(str(error))
 
     def completions(self, line: str) -> list[str]:
-        """Return what the last word of a line may become: a command, or the file of /save."""
+        """Return what the last word of a line may become: a command, or a file of /save, /image."""
         command, space, rest = line.partition(" ")
         if not space:
             names = [*self._commands, "/exit"] if line.startswith("/") else []
             return [name for name in names if name.startswith(line)]
-        return path_completions(rest) if command == "/save" else []
+        return path_completions(rest) if command in ("/save", "/image") else []
 
     def _obey(self, name: str, argument: str = "") -> None:
         if argument and name in HELP:
@@ -109,9 +117,19 @@ class Chat:
             raise InvalidRequestError(f"there is no command {name:.80}{hint}")
         command(argument)
 
+    def add_picture(self, file: str) -> None:
+        """Add a picture to the next message; raise InvalidRequestError if it cannot be read."""
+        if not file:
+            raise InvalidRequestError("/image needs the name of a file, such as /image cat.png")
+        file_part(file)
+        self._pictures.append(file)
+        _tell(f"(The next message is about {shown(file)}.)")
+
     def answer(self, text: str) -> None:
         """Write the answer and keep the turn; keep nothing of it if Ctrl-C stops the answer."""
-        question = {"role": "user", "content": text}
+        self._answer({"role": "user", "content": with_files(text, self._pictures)})
+
+    def _answer(self, question: Message) -> None:
         messages = [*self._messages(), question]
         timer = _Timer()
         try:
@@ -122,6 +140,7 @@ class Chat:
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error} (/reset starts a new conversation)") from None
         self._turns += [question, {"role": "assistant", "content": answer}]
+        self._pictures = []
         if speed := timer.speed():
             _tell(f"({speed})")
 
@@ -133,7 +152,7 @@ class Chat:
         before = self._turns
         self._turns = earlier
         try:
-            self.answer(question["content"])
+            self._answer(question)
         finally:
             if len(self._turns) < len(before):
                 self._turns = before
@@ -164,7 +183,21 @@ class Chat:
 
     def _reset(self, _: str) -> None:
         self._turns = []
+        self._pictures = []
         _tell("(A new conversation.)")
+
+
+def dropped_picture(line: str) -> str | None:
+    """Return the file that a line names and nothing else, as terminals write one that is dropped
+    there: in quotes, or with a backslash before each space. None: it names no picture.
+    """
+    names = [line, line.strip("'\""), line.replace("\\ ", " ")]
+    for name in names:
+        is_kind = (mimetypes.guess_type(name)[0] or "").startswith("image/")
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            if is_kind and Path(name).expanduser().is_file():
+                return name
+    return None
 
 
 class _Timer:
@@ -207,7 +240,8 @@ def model_source(llm: "LLM", params: SamplingParams, template: Mapping[str, Any]
     """Return the answers of a model; `template` are arguments of the chat template."""
 
     def answer(messages: list[Message]) -> Iterator[AnswerPiece]:
-        prompt = llm.render(messages, add_generation_prompt=True, **template)
+        options = {"add_generation_prompt": True, **template}
+        prompt = llm.engine.input_processor.render(messages, options)
         with noted_interrupts() as interrupted:
             for piece in pieces(llm.stream(prompt, params)):
                 if interrupted():

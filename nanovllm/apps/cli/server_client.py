@@ -164,7 +164,7 @@ def read_event(data: str) -> tuple[str, str, str | None, int]:
     raise ServerError(f"the server sends an event of an unknown form: {data:.200}")
 
 
-def _without_reasoning(message: Message) -> str:
+def _without_reasoning(message: Message) -> Any:
     """Return a message's content without the reasoning that an answer begins with."""
     text = message["content"]
     reasons = message["role"] == "assistant" and text.startswith(THINK)

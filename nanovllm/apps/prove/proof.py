@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm import __version__
 from nanovllm.apps.prove import ProveOptions
-from nanovllm.apps.prove.requests import Bits, make_workload
+from nanovllm.apps.prove.requests import PICTURE_SIDES, Bits, PictureSize, make_workload
 from nanovllm.apps.prove.runner import WayAnswers, generate, run
 from nanovllm.apps.prove.ways import ALONE, Setting, Shape, Way, drafts_of, settings, ways
 from nanovllm.errors import CheckpointError, ConfigError, OutOfMemoryError
@@ -122,7 +122,13 @@ class Prover:
             tokenizer = llm.engine.input_processor.tokenizer
             encode = None if tokenizer is None else tokenizer.encode
             sizes = info.vocab_size, info.block_size, info.max_model_len
-            workload = make_workload(prove.num_requests, *sizes, encode, num_adapters=num_adapters)
+            workload = make_workload(
+                prove.num_requests,
+                *sizes,
+                encode,
+                num_adapters=num_adapters,
+                picture=None if info.encoder is None else _picture_size(llm),
+            )
         finally:
             llm.shutdown()
         self.requests = workload.requests
@@ -250,6 +256,11 @@ def verdict_of(
         evidence,
         round(seconds, 2),
     )
+
+
+def _picture_size(llm: LLM) -> PictureSize:
+    height, width = PICTURE_SIDES
+    return PictureSize(*llm.engine.input_processor.vision.size_of(width, height))
 
 
 def _short(reason: Exception) -> str:

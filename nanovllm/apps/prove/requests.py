@@ -8,11 +8,16 @@ import random
 import struct
 from collections.abc import Callable, Mapping, Sequence as Seq
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm import demo_model
 from nanovllm.outputs import Logprob, RequestOutput
 
+if TYPE_CHECKING:
+    import numpy as np
+
+PICTURE_SIDES = (96, 64)
+"""Height and width of a request's picture."""
 MAX_TOKENS = 48
 """Most tokens of an answer; long requests have more."""
 Values = tuple[tuple[tuple[int, float], ...], ...]
@@ -26,6 +31,31 @@ class ProofRequest(NamedTuple):
     params: dict[str, Any]
     adapter: int | None = None
     """Index of its LoRA adapter; None: the model alone."""
+    pictures: Seq[int] = ()
+    """Seeds of its pictures, each of which has a soft token in the prompt."""
+
+    @property
+    def given(self) -> Any:
+        """The prompt as `LLM.generate` takes it."""
+        if not self.pictures:
+            return self.prompt
+        found = [_picture(seed) for seed in self.pictures]
+        return {"prompt_token_ids": self.prompt, "multi_modal_data": {"image": found}}
+
+
+class PictureSize(NamedTuple):
+    """What a picture is in a prompt."""
+
+    token: int  # the soft token that stands for one
+    num_tokens: int
+
+
+def _picture(seed: int) -> "np.ndarray[Any, Any]":
+    """Return a picture of random colours."""
+    import numpy as np
+
+    shape = (*PICTURE_SIDES, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 class Bits(NamedTuple):
@@ -87,6 +117,7 @@ def make_workload(
     encode: Callable[[str], list[int]] | None = None,
     *,
     num_adapters: int = 0,
+    picture: PictureSize | None = None,
 ) -> Workload:
     """Return `count` usual requests, halves of some, and long ones: the same in each process.
 
@@ -94,6 +125,7 @@ def make_workload(
         longest: tokens of a prompt and its answer together.
         encode: the model's tokenizer; prompts are then pieces of English. None: random tokens.
         num_adapters: which the requests have in turn, after the model alone.
+        picture: of which every third request has one or two, some the same; None: none has.
     """
     rng = random.Random(0)
     most = longest - min(MAX_TOKENS, longest // 2)
@@ -108,14 +140,22 @@ def make_workload(
         prompt = text[:start] + own
         if index % 9 == 8:
             prompt = list(usual[-1].prompt)
-        room = min(longest - len(prompt), MAX_TOKENS)
+        seeds: list[int] = []
+        extra = 0
+        if picture is not None and index % 3 == 1 and 2 * picture.num_tokens < most:
+            seeds = [index % 2, 2][: 1 + index % 2]
+            extra = len(seeds) * picture.num_tokens
+            prompt = prompt[: most - extra]
+            for place in (len(prompt) // 3, len(prompt) + 1)[: len(seeds)]:
+                prompt.insert(place, picture.token)
+        room = min(longest - len(prompt) - extra, MAX_TOKENS)
         params = _params(index, rng, vocab_size, room)
-        usual.append(ProofRequest(prompt, params, _adapter(index // 2, num_adapters)))
+        usual.append(ProofRequest(prompt, params, _adapter(index // 2, num_adapters), seeds))
     params = {"temperature": 0.0, "max_tokens": 1, "logprobs": 2}
     halves = [
         ProofRequest(each.prompt[: len(each.prompt) // 2], params, each.adapter)
         for each in usual
-        if len(each.prompt) >= 2 * block_size
+        if len(each.prompt) >= 2 * block_size and not each.pictures
     ]
     long = []
     for index, params in enumerate(_long_params(rng, vocab_size)):

@@ -72,7 +72,7 @@ def generate(
     """Generate the requests with these indices in one call; return their bits."""
     chosen = [requests[index] for index in call]
     outputs = llm.generate(
-        [request.prompt for request in chosen],
+        [request.given for request in chosen],
         [SamplingParams(**request.params) for request in chosen],
         use_tqdm=False,
         lora_request=[

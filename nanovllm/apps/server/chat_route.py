@@ -23,6 +23,7 @@ from nanovllm.apps.server.output_parsers.parts import (
 from nanovllm.apps.server.protocol import ChatRequest, StreamOptions, usage
 from nanovllm.apps.server.sse import DONE, TextFrames, frame, json_response, sse
 from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 router = APIRouter(tags=["chat"], route_class=JSONRoute)
@@ -53,7 +54,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
         return json_response(answer.whole(output))
 
 
-def _render(server: ServerState, body: ChatRequest) -> str:
+def _render(server: ServerState, body: ChatRequest) -> Prompt:
     variables = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         variables["documents"] = body.documents

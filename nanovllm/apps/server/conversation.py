@@ -4,6 +4,7 @@ answer's text to its parts.
 `render` and `prepare` block while the chat template runs: call them in a thread.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence as Seq
 from itertools import chain
@@ -39,8 +40,8 @@ def render(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the text of a conversation, rendered by the chat template.
+) -> Prompt:
+    """Return the prompt of a conversation, rendered by the chat template.
 
     Raises:
         APIError, InvalidRequestError: a message is invalid, the template refuses it, or the
@@ -68,7 +69,7 @@ def render(
     processor.limit.check_text("the prompt", *chain.from_iterable(map(_texts, messages)))
     conversation: Seq[Any] = messages  # pydantic objects will do
     _ = server.answer_format  # found out here, in a thread
-    return processor.chat.render(conversation, options)
+    return processor.render(conversation, options, server.locate)
 
 
 def _texts(message: Message) -> list[str]:
@@ -116,7 +117,7 @@ class Turns:
 def prepare(
     server: ServerState,
     body: Body,
-    render: Callable[[ServerState, Body], str],
+    render: Callable[[ServerState, Body], Prompt],
     *,
     max_tokens: int | None,
     logprobs: int | None = None,
@@ -139,29 +140,30 @@ def prepare(
         server, body, default_max_tokens=most, logprobs=logprobs, **changes
     )
     prompt = render(server, body)
-    generation.check_logprobs(server, params, [len(prompt)])
+    text = prompt.text or ""
+    generation.check_logprobs(server, params, [len(text)])
     functions = body.functions
     params = server.answer_format.params(
         params,
-        prompt,
+        text,
         functions,
         body.choice,
         parallel_tool_calls=body.may_repeat,
         strict={function.name for function in functions if function.strict},
     )
-    return Prompt(prompt, rendered=True, salt=body.cache_salt), params
+    return dataclasses.replace(prompt, salt=body.cache_salt), params
 
 
 async def count_tokens(
-    request: Request, body: Body, render: Callable[[ServerState, Body], str], field: str
+    request: Request, body: Body, render: Callable[[ServerState, Body], Prompt], field: str
 ) -> int:
     """Return the number of prompt tokens of the conversation in `field`."""
     server = state_of(request)
     server.check_model(body.model)
-    encode = server.llm.engine.input_processor.encode
+    token_ids = server.llm.engine.input_processor.token_ids
     with naming_params(type(body).model_fields, field):
         place = generation.admit(request, 1)
-        return await place.prepare(lambda: len(encode(render(server, body), rendered=True)))
+        return await place.prepare(lambda: len(token_ids(render(server, body))))
 
 
 class AnswerReader:

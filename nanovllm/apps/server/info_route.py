@@ -87,10 +87,11 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
 def _card(
     server: ServerState, adapter: LoRARequest | None = None, name: str | None = None
 ) -> dict[str, Any]:
-    """Return what the server says of its model or an adapter: vLLM's fields, and three of its own.
+    """Return what the server says of its model or an adapter: vLLM's fields, and four of its own.
 
-    They are `chats`, whether it takes conversations; `chat_sampling`, what to ask for in a person's
-    chat where the checkpoint recommends no sampling; `arithmetic`, what decides an answer's bits.
+    They are `chats`, whether it takes conversations; `reads_pictures`, whether they may have some;
+    `chat_sampling`, what to ask for in a person's chat where the checkpoint recommends no sampling;
+    `arithmetic`, what decides an answer's bits.
     """
     engine = server.llm.engine
     is_free = engine.config.generation_config != "vllm"
@@ -105,6 +106,7 @@ def _card(
         "parent": None if adapter is None else adapter.base_model_name or server.model_name,
         "max_model_len": server.max_model_len,
         "chats": server.has_chat_template and engine.input_processor.limit.generates,
+        "reads_pictures": engine.worker_info.encoder is not None,
         "chat_sampling": chat_sampling(engine.generation_config) if is_free else {},
         "arithmetic": {} if server.arithmetic is None else server.arithmetic._asdict(),
     }

@@ -50,6 +50,7 @@ from nanovllm.apps.server.protocol import (
 )
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.other_names import other_names
 from nanovllm.options.validation import shown
@@ -139,6 +140,13 @@ class SearchResultBlock(ContentBlock):
     content: Annotated[list[_OnlyText], _MANY]
 
 
+class ImageBlock(ContentBlock):
+    """A picture; the chat template's part of that type."""
+
+    type: Literal["image"]
+    source: dict[str, Any]
+
+
 class ThinkingBlock(SentBack):
     """What the model thought before it answered. Its signature is not checked."""
 
@@ -166,13 +174,15 @@ class FoundTool(ContentBlock):
     tool_name: str
 
 
-_TextOnly = Annotated[TextBlock | DocumentBlock | SearchResultBlock | FoundTool, _BY_TYPE]
+_Returned = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | FoundTool, _BY_TYPE
+]
 
 
 class ToolResultBlock(ContentBlock):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Content[_TextOnly] | None = None
+    content: _Content[_Returned] | None = None
     is_error: bool | None = None
 
 
@@ -190,6 +200,7 @@ class ToolChange(ContentBlock):
 
 AnyBlock = Annotated[
     TextBlock
+    | ImageBlock
     | DocumentBlock
     | SearchResultBlock
     | ThinkingBlock
@@ -403,7 +414,7 @@ async def count(request: Request, body: CountTokensRequest) -> dict[str, int]:
     return {"input_tokens": await count_tokens(request, body, _render, "messages")}
 
 
-def _render(server: ServerState, body: CountTokensRequest) -> str:
+def _render(server: ServerState, body: CountTokensRequest) -> Prompt:
     """Return the prompt. A last message of the model's is continued."""
     variables: dict[str, Any] = {"enable_thinking": body.thinks, "thinking": body.thinks}
     if body.output_config is not None and body.output_config.effort is not None:
@@ -450,6 +461,8 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
     match block:
         case TextBlock() | DocumentBlock() | SearchResultBlock():
             _add_text(turns, role, _text_of(block))
+        case ImageBlock():
+            turns.turn(role).setdefault("content", []).append(_picture_of(block))
         case ThinkingBlock():
             turn = turns.turn("assistant")
             turn.setdefault("reasoning_content", []).append(block.thinking)
@@ -457,13 +470,32 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
             turns.add_call(block.id, block.name, block.input)
         case ToolResultBlock():
             given = block.content or ""
-            parts = [given] if isinstance(given, str) else ["\n".join(map(_text_of, given))]
+            if isinstance(given, str):
+                given = [TextBlock(type="text", text=given)]
+            parts = [
+                _picture_of(part) if isinstance(part, ImageBlock) else _text_of(part)
+                for part in given
+            ]
+            texts = [part for part in parts if isinstance(part, str)]
+            if len(texts) == len(parts):
+                parts = ["\n".join(texts)]
             turns.add_result(block.tool_use_id, parts)
 
 
 def _joined(name: str, value: Any) -> Any:
-    """Return the value of a message's field; the parts of a text are joined."""
-    return _BETWEEN_PARTS[name].join(filter(None, value)) if name in _BETWEEN_PARTS else value
+    """Return the value of a message's field; the parts of a text are joined, except beside
+    pictures.
+    """
+    if name not in _BETWEEN_PARTS:
+        return value
+    if all(isinstance(part, str) for part in value):
+        return _BETWEEN_PARTS[name].join(filter(None, value))
+    return [{"type": "text", "text": p} if isinstance(p, str) else p for p in value if p]
+
+
+def _picture_of(block: ImageBlock) -> dict[str, Any]:
+    """Return the part of a message for a picture."""
+    return {"type": "image", "source": block.source}
 
 
 def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock | FoundTool) -> str:

@@ -53,6 +53,7 @@ from nanovllm.apps.server.protocol import (
 )
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError, log_failure
 from nanovllm.options.other_names import other_names
 from nanovllm.options.sampling_params import SamplingParams
@@ -487,7 +488,7 @@ async def find_response(response_id: str) -> None:
     )
 
 
-def _render(server: ServerState, body: ResponsesRequest) -> str:
+def _render(server: ServerState, body: ResponsesRequest) -> Prompt:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning.effort)

@@ -108,9 +108,12 @@ class ServerOptions:
     min_priority: Annotated[int, check_int, -(2**31), 0] = 0
     """Lowest priority that a request may ask for. Lower values go first, before the turns of users,
     so a value below 0 is for clients that are trusted."""
-    max_body_bytes: Annotated[int, check_int, 1] = 4 * 2**20
-    """Maximum size of a request's body in bytes. While Python reads a string of JSON, nothing else
-    runs: 5 ms for a megabyte of escapes."""
+    allowed_local_media_path: Annotated[str | None, check_text] = None
+    """Directory of pictures that requests may name by their paths, in it or below it; None is that
+    they may not. Nothing is fetched from a network."""
+    max_body_bytes: Annotated[int, check_int, 1] = 16 * 2**20
+    """Maximum size of a request's body in bytes: a picture of 12 MB fits. While Python reads a
+    string of JSON, nothing else runs: 5 ms for a megabyte of escapes."""
     read_timeout: Annotated[float, check_float, 0.001] = 30.0
     """Seconds in which a request must have arrived, and in which a client must read on when it has
     stopped reading its answer."""

@@ -4,6 +4,7 @@ import hashlib
 import time
 import uuid
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -16,6 +17,7 @@ from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find
 from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.chat.pictures import below, nowhere
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.engine.engine_thread import FairExecutor
 from nanovllm.errors import InvalidRequestError
@@ -62,6 +64,9 @@ class ServerState:
         )
         self.bodies = BodyBudget(options.max_body_bytes)
         self.answers = AnswerBudget(MANY_BODIES * options.max_body_bytes)
+        allowed = options.allowed_local_media_path
+        self.locate = nowhere if allowed is None else below(Path(allowed))
+        """Finds the files of pictures that requests name."""
         self.max_model_len = engine.worker_info.max_model_len
         self.token_bytes = (lambda token: b"") if tokenizer is None else token_bytes(tokenizer)
         self.refuses_in_pause = False

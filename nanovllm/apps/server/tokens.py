@@ -1,5 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's form."""
 
+import dataclasses
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -11,6 +12,7 @@ from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.protocol import ChatTools, Messages, RequestModel, refused
 from nanovllm.apps.server.state import ServerState, state_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.options.other_names import other_names
 
 router = APIRouter(tags=["tokens"], route_class=JSONRoute)
@@ -88,7 +90,7 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
     if body.messages is None:
         assert body.prompt is not None
         processor.limit.check_text("the prompt", body.prompt)
-        prompt = body.prompt
+        prompt = Prompt(body.prompt)
     else:
         prompt = render(
             server,
@@ -98,10 +100,9 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-    rendered = body.messages is not None
     if body.add_special_tokens is not None:
-        rendered = not body.add_special_tokens
-    tokens = processor.encode(prompt, rendered=rendered)
+        prompt = dataclasses.replace(prompt, rendered=not body.add_special_tokens)
+    tokens = processor.token_ids(prompt)
     if not body.return_token_strs:
         return tokens, None
     texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)

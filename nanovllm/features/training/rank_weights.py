@@ -115,7 +115,9 @@ class RankWeights:
                 pool.populate_beyond(0)
 
     def _weights(self, *networks: Network) -> HeldWeights:
-        return HeldWeights([network.model for network in networks])
+        models = [network.model for network in networks]
+        models += [each.model for network in networks for each in network.companions]
+        return HeldWeights(models)
 
     def _pools(self) -> list[KVPool]:
         return [network.pool for network in (self._network, *self._drafts)]

@@ -6,7 +6,7 @@ model has them in other forms.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -63,6 +63,10 @@ class ShardTarget:
         part = whole.as_strided(target.shape, target.stride(), target.storage_offset())
         return part.narrow(self.shard.dim, 0, self.shard.unpadded_size)
 
+    def as_stored(self, shape: tuple[int, ...]) -> "ShardTarget":
+        """Return this target for a tensor of this shape. See `Shard.as_stored`."""
+        return dataclasses.replace(self, shard=self.shard.as_stored(shape))
+
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a checkpoint's `tensor` that this rank has, in the shape of `view`."""
         shard = self.shard
@@ -88,14 +92,21 @@ class Targets:
         self._ignored: frozenset[str] = twin.ignored_weights  # type: ignore[assignment]
         self._left_out = tuple(name for name in self._ignored if name.endswith("."))
         self._ends = tuple(name for name in self._ignored if name.startswith("."))
-        assert isinstance(twin, Family)
-        by_storage = _weights(twin, network.model)
+        self.weights: list[Weight] = []
+        self._add_all(twin, network.model)
+        for companion in network.companions:
+            with torch.device("meta"):
+                self._add_all(companion.make_twin(), companion.model)
+
+    def _add_all(self, twin: nn.Module, model: nn.Module) -> None:
+        by_storage = _weights(twin, model)
+        all_names: Callable[[str], list[str]] = twin.all_names  # type: ignore[assignment]
         for _ in _forms_of_experts(twin):
             for shard in itertools.chain.from_iterable(own for _, own in model_shards(twin)):
-                if not self._is_ignored(shard.name):
-                    names = twin.all_names(shard.name)
-                    self._add(names, ShardTarget(by_storage[_storage(shard.target)], shard))
-        self.weights = [weight for weight in by_storage.values() if weight.regions]
+                if not (isinstance(twin, Family) and self._is_ignored(shard.name)):
+                    target = ShardTarget(by_storage[_storage(shard.target)], shard)
+                    self._add(all_names(shard.name), target)
+        self.weights += [weight for weight in by_storage.values() if weight.regions]
 
     def _add(self, names: list[str], target: ShardTarget) -> None:
         weight = target.weight
@@ -124,6 +135,7 @@ class Targets:
                 f"update_weights: this model has no tensor {shown(name)}; the names are those of "
                 f"its checkpoint, such as {shown(next(iter(self._by_name)))}"
             )
+        targets = [each.as_stored(tuple(shape)) for each in targets]
         expected = targets[0].shard.shape
         if tuple(shape) != expected:
             raise InvalidRequestError(

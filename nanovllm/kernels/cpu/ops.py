@@ -184,6 +184,7 @@ def attention(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    ends: torch.Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -197,14 +198,15 @@ def attention(
     cut into chunks. Blocks that no query's window reaches are not read, nor are their ids.
 
     Args:
+        ends: as in `Batch`: the keys of a token's row up to here are those that it sees.
         causal, scale, window, softcap, value_dim: as in `AttentionSpec`; only causal attention has
-            windows.
+            windows and `ends`.
     """
     num_kv_heads, _, _, block_size, _ = kv_cache.shape
     _, num_heads, head_dim = q.shape
     value_dim = value_dim or head_dim
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype)
-    tables = block_tables, block_tables.shape[1], cu_seqlens_q, seq_lens, sinks, len(seq_lens)
+    tables = block_tables, block_tables.shape[1], cu_seqlens_q, seq_lens, ends, sinks, len(seq_lens)
     sizes = num_heads, num_kv_heads, head_dim, value_dim, block_size, 8 * kv_cache.element_size()
     visible = window or 0 if causal else -1
     factor = head_dim**-0.5 if scale is None else scale

@@ -328,10 +328,11 @@ def _decode(
             queries, rest, _, _ = load_queries(q, heads, valid, HEAD_DIM, VALUE_DIM, D)
             # The slots of the rows, in one number, so that `attend` has more registers.
             which = tl.sum(tl.where(valid & (member == 0), 1 << slot, 0))
+            last_key = tl.full([M], 0, tl.int32) + seq_len - 1
             acc, score_max, weight_sum = attend(
                 tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32),
                 tl.zeros([M], tl.float32), queries, rest, k_cache, v_cache, table, block, head,
-                tl.full([M], 0, tl.int32) + seq_len - 1, begin, seq_len, first, last, scale,
+                last_key, last_key, begin, seq_len, first, last, scale,
                 KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D,
                 True,
             )  # fmt: skip

@@ -99,8 +99,8 @@ def register_limit(dtype: torch.dtype, kv_cache: torch.Tensor) -> dict[str, int]
 
 @triton.jit
 def attend(
-    acc, score_max, weight_sum, q, rest, k_cache, v_cache, table, block, head, position, begin,
-    seq_len, first, last, scale,
+    acc, score_max, weight_sum, q, rest, k_cache, v_cache, table, block, head, position, last_key,
+    begin, seq_len, first, last, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     VALUE_DIM: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
@@ -115,7 +115,8 @@ def attend(
         table: the row's block table.
         block: what `block_ids` returns for tile `first`.
         head: the KV head.
-        position: [M], the last key that each query sees.
+        position: [M], the key of each query, where its window ends.
+        last_key: [M], the last key that each query sees.
         begin: the first key that any query sees. Read only with a WINDOW.
         scale: factor of the scores, including LOG2_E; with a SOFTCAP, what `Scores.factor` returns.
         BLOCK_STRIDE: distance between two blocks of the cache.
@@ -143,7 +144,7 @@ def attend(
             scores = 1 - 2 / (tl.exp2(scores * scale) + 1)  # tanh
             factor = SOFTCAP * _LOG2_E
         if MASKED:
-            scores = tl.where(_seen(keys, position, WINDOW), scores, float("-inf"))
+            scores = tl.where(_seen(keys, position, last_key, WINDOW), scores, float("-inf"))
         # tl.fma rounds once. Left to the compiler, masked and unmasked tiles could round unequally.
         new_max = tl.maximum(score_max, tl.max(scores, 1) * factor)
         weights = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
@@ -261,9 +262,9 @@ def _load_rows(
 
 
 @triton.jit
-def _seen(keys, position, WINDOW: tl.constexpr):
-    """Return which keys each query sees; `position` is the last of them."""
-    seen = keys[None, :] <= position[:, None]
+def _seen(keys, position, last_key, WINDOW: tl.constexpr):
+    """Return which keys each query sees: see `attend`."""
+    seen = keys[None, :] <= last_key[:, None]
     if WINDOW is not None:
         seen = seen & (keys[None, :] > position[:, None] - WINDOW)
     return seen

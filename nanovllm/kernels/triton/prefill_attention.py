@@ -179,6 +179,7 @@ def prefill(
     plan: PrefillPlan,
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> None:
     """Compute attention for the rows of `plan`, as in FlashAttention-2 (arXiv 2307.08691).
 
@@ -186,6 +187,9 @@ def prefill(
     row without splits does not depend on where its chunk starts.
 
     The arguments are those of `decode_attention.decode`, and the lengths of the batch's rows.
+
+    Args:
+        ends: [T] int32, `Batch.ends`.
     """
     assert q.is_contiguous()
     tensors = q, kv_cache[0], kv_cache[-1], out, sinks
@@ -202,8 +206,8 @@ def prefill(
         if kv_cache.dtype != q.dtype:  # four warps have no registers left to convert 8 bits in
             sizes |= {"num_warps": 8, "num_stages": 2}
         fixed = (
-            block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, launch.tiles, *partial,
-            plan.scores.factor(head_dim),
+            block_tables, block_tables.stride(0), cu_seqlens_q, seq_lens, ends, launch.tiles,
+            *partial, plan.scores.factor(head_dim),
         )  # fmt: skip
         options = {
             **constants, **plan.scores.constants(), "HEAD_DIM": head_dim,
@@ -249,11 +253,11 @@ def _prefill_options(dtype: torch.dtype, output_dim: int, group: int) -> dict[st
 # to 16 bytes.
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "tiles"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "block_tables", "ends", "tiles"],
 )
 def _prefill_tile(
-    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, tiles,
-    partial_out, partial_stats, scale,
+    q, k_cache, v_cache, out, sinks, block_tables, table_stride, cu_seqlens_q, seq_lens, ends,
+    tiles, partial_out, partial_stats, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     VALUE_DIM: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
@@ -278,18 +282,23 @@ def _prefill_tile(
     heads = ((start + token).to(tl.int64) * KV_HEADS + head) * GROUP + member % GROUP
     queries, rest, place, mask = load_queries(q, heads, valid, HEAD_DIM, VALUE_DIM, D)
     num_computed = seq_len - query_len
+    num_keys = tl.minimum(num_computed + first + TOKENS, seq_len)
+    last_key = num_computed + token
+    stop = num_keys
+    if ends is not None:
+        last_key = tl.load(ends + start + token, mask=valid, other=1) - 1
+        stop = tl.max(last_key) + 1
     split = 0
     splits = 1
     if SPLIT:
         split = tl.load(tile + 2)
         splits = tl.load(tile + 3)
     key_tiles = _key_tiles(
-        num_computed + first, tl.minimum(num_computed + first + TOKENS, seq_len), split, splits,
-        WINDOW, SPLIT, N,
+        num_computed + first, num_keys, stop, split, splits, WINDOW, SPLIT, N,
     )  # fmt: skip
     acc, score_max, weight_sum = _attend_tiles(
         queries, rest, k_cache, v_cache, block_tables + row * table_stride, head,
-        num_computed + token, seq_len, key_tiles, scale,
+        num_computed + token, last_key, seq_len, key_tiles, scale,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, M, N, D,
     )  # fmt: skip
     if not SPLIT or splits == 1:
@@ -308,7 +317,7 @@ def _prefill_tile(
 
 @triton.jit
 def _attend_tiles(
-    queries, rest, k_cache, v_cache, table, head, position, seq_len, key_tiles, scale,
+    queries, rest, k_cache, v_cache, table, head, position, last_key, seq_len, key_tiles, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -325,7 +334,7 @@ def _attend_tiles(
         acc, score_max, weight_sum = attend(
             acc, score_max, weight_sum, queries, rest, k_cache, v_cache, table,
             block_ids(table, first, stop, seq_len, BLOCK_SIZE, N, first_key, WINDOW), head,
-            position, first_key, seq_len, first, stop, scale,
+            position, last_key, first_key, seq_len, first, stop, scale,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, WINDOW, SOFTCAP, VALUE_DIM, N, D,
             MASKED=part != 1,
         )  # fmt: skip
@@ -334,7 +343,7 @@ def _attend_tiles(
 
 @triton.jit
 def _key_tiles(
-    position, num_keys, split, splits,
+    position, num_keys, stop, split, splits,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the first key that the query tile sees, and the key tiles of a split of its keys.
@@ -346,12 +355,13 @@ def _key_tiles(
     Args:
         position: of the first query.
         num_keys: keys up to the last query.
+        stop: keys that the queries see, from key 0 on.
     """
     first_key = 0
     first = 0
     begin = 0
     end = (position + 1) // N
-    last = tl.cdiv(num_keys, N)
+    last = tl.cdiv(stop, N)
     if WINDOW is not None:
         first_key = tl.maximum(position - WINDOW + 1, 0)
         first = first_key // N

@@ -149,18 +149,28 @@ class KVCacheGroup:
 
 
 class BidirectionalGroup(KVCacheGroup):
-    """Requires each prompt in one step; owns no pages: those are `FullGroup`'s.
+    """Keeps tokens that see each other in one step: a picture's, or a prompt's. It owns no pages:
+    those are `FullGroup`'s.
 
-    The prefix cache must be off, because a token's keys depend on the tokens after it. A step's
-    last row may have `max_model_len` tokens.
+    For prompts the prefix cache must be off, because a token's keys depend on the tokens after it.
+    A picture's tokens may be hit, because `Sequence.inputs` names all of it.
+
+    Args:
+        most: tokens that see each other. A step's last row may have so many, whatever the budget.
+        of_prompts: whether a prompt's tokens all see each other, or only those of a span of inputs.
     """
 
     suffix = b"whole"  # of no entry
     num_tables = 0
     grows = False
 
-    def __init__(self, max_model_len: int) -> None:
-        self.max_extra_tokens = max_model_len - 1
+    def __init__(self, most: int, *, of_prompts: bool = True) -> None:
+        self.max_extra_tokens = most - 1
+        self._of_prompts = of_prompts
 
     def row_length(self, seq: Sequence, most: int) -> int:
-        return seq.num_tokens - seq.num_computed_tokens
+        if self._of_prompts:
+            return seq.num_tokens - seq.num_computed_tokens
+        end = seq.num_computed_tokens + most
+        stops = [span.start + span.length for span in seq.inputs if span.start < end]
+        return max(end, *stops) - seq.num_computed_tokens if stops else most

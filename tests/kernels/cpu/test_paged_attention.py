@@ -145,9 +145,10 @@ def test_torchs_preparation_is_float64s(options):
 
 
 def reference(
-    q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None, causal=True
-):
-    """Return attention in float64. A sequence's q rows are its last tokens."""
+    q, k, v, seq_lens, query_lens, scale=None, window=None, softcap=0.0, sinks=None, causal=True,
+    ends=None,
+):  # fmt: skip
+    """Return attention in float64. A sequence's q rows are its last tokens. `ends`: see `Batch`."""
     outs, start, end = [], 0, 0
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
@@ -163,7 +164,10 @@ def reference(
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(seq_len - query_len, seq_len)[:, None] - torch.arange(seq_len)
-        seen = (distance >= 0) & (distance < (window or seq_len)) | (not causal)
+        upper = distance >= 0
+        if ends is not None:
+            upper = torch.arange(seq_len) < ends[start - query_len : start, None]
+        seen = upper & (distance < (window or seq_len)) | (not causal)
         scores.masked_fill_(~seen, -torch.inf)
         if sinks is not None:  # a key more, whose value is 0
             column = sinks.double()[:, None, None].expand(-1, query_len, 1)
@@ -228,8 +232,9 @@ class Stored:
         self.cache[:, self.stale].view(torch.uint8).fill_(0xFF)  # NaN, also as a scale of int8
         self.sinks = randn(spec.num_heads, seed=9).float() * 2 if spec.sinks else None
 
-    def attend(self, chunks):
-        """Return the attention of tokens [start, stop) of each row in `chunks`, by chunk.
+    def attend(self, chunks, ends=None):
+        """Return the attention of tokens [start, stop) of each row in `chunks`, by chunk. `ends` is
+        that of all tokens of each row.
 
         Table entries of blocks that the windows have left are those of a block of NaN.
         """
@@ -240,9 +245,11 @@ class Stored:
             line[: max(start + 1 - window, 0) // size] = self.stale
         queries = self.q.split(self.seq_lens)
         queries = [queries[row][start:stop] for row, start, stop in chunks]
-        return self.attend_rows(queries, tables, [stop for _, _, stop in chunks])
+        if ends is not None:
+            ends = torch.cat([ends[row][start:stop] for row, start, stop in chunks]).int()
+        return self.attend_rows(queries, tables, [stop for _, _, stop in chunks], ends)
 
-    def attend_rows(self, queries, tables, seq_lens):
+    def attend_rows(self, queries, tables, seq_lens, ends=None):
         """Return the attention of rows whose last tokens have `queries`, by row."""
         lens = [len(q) for q in queries]
         empty = torch.empty(0)
@@ -253,6 +260,7 @@ class Stored:
             cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int(),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
             block_tables=tables,
+            ends=ends,
         )
         q = torch.cat(queries)
         return self.backend.attend(q, self.cache, batch, sinks=self.sinks).split(lens)
@@ -280,6 +288,58 @@ def test_all_tokens_see_several_segments():
 
 
 INT8 = {"kv_dtype": torch.int8}
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((4, 2, 64, 32), {}),
+        ((4, 2, 80, 64), {"window": 5, "sinks": True, **INT8}),
+        ((8, 1, 256, 64), {"window": 64, "softcap": 30.0}),
+        ((2, 2, 96, 32), {"window": 150}),
+        ((6, 2, 64, 128), INT8),
+        ((40, 1, 96, 32), {"value_dim": 64}),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_picture_see_each_other(sizes, options):
+    """Whole prompts against float64; then chunks that begin anywhere and end behind a picture."""
+    rng = random.Random(str(options))
+    *heads, block_size = sizes
+    spec = AttentionSpec(
+        *heads, torch.bfloat16, torch.device("cpu"), block_size, sees_pictures=True, **options
+    )
+    seq_lens = [1, 70, 333, 500]
+    pictures = [[(0, 1)], [(5, 45), (45, 70)], [(0, 33), (34, 35), (100, 290)], [(2, 482)]]
+    ends = [torch.arange(1, n + 1) for n in seq_lens]
+    for row, spans in enumerate(pictures):
+        for start, stop in spans:
+            ends[row][start:stop] = stop
+    stored = Stored(spec, seq_lens)
+    whole = stored.attend([(row, 0, n) for row, n in enumerate(seq_lens)], ends)
+    exact = reference(
+        *(x.double() for x in (stored.q, *stored.kv)),
+        *(seq_lens, seq_lens, spec.scale, spec.window, spec.softcap, stored.sinks),
+        ends=torch.cat(ends),
+    )
+    found = torch.cat(whole)
+    assert_close(found, exact, atol=0.01, rtol=2**-8, rows=token_names(seq_lens, seq_lens))
+    for _ in range(8):
+        chunks = []
+        for row, n in enumerate(seq_lens):
+            start = rng.randrange(n)
+            cut = rng.randint(start, n - 1)
+            chunks.append((row, start, int(ends[row][cut])))
+        for (row, start, stop), part in zip(chunks, stored.attend(chunks, ends), strict=True):
+            assert torch.equal(part, whole[row][start:stop])
+    # Text alone has the bits that it has in a batch without pictures.
+    text = [(2, 290, 333), (3, 485, 500)]
+    for alone, part in zip(stored.attend(text), stored.attend(text, ends), strict=True):
+        assert torch.equal(alone, part)
+
+
 SPECS = [
     ((16, 8, 128, 64), {}),
     ((7, 1, 96, 32), INT8),

@@ -63,7 +63,8 @@ def attend(case, cache=None, sinks=None):
         prefill.partial_out.fill_(NAN)
         prefill.partial_stats.fill_(NAN)
         lens = batch.cu_seqlens_q, batch.seq_lens
-        prefill_attention.prefill(case.q, cache, batch.block_tables, *lens, prefill, out, sinks)
+        more = prefill, out, sinks, batch.ends
+        prefill_attention.prefill(case.q, cache, batch.block_tables, *lens, *more)
     return out
 
 

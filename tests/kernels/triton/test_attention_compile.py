@@ -90,6 +90,20 @@ def test_options(heads, scores, sinks, archs):
     assert_fits((launch, heads, BF16, BF16, 64, scores, sinks), archs)
 
 
+def launch_with_pictures():
+    cache, q = meta(2, 1000, 64, 8, 64, dtype=BF16), meta(64, 16, 64, dtype=BF16)
+    device, scores = torch.device("meta"), Scores(window=1024)
+    plan = prefill_attention.plan_prefill((3,), (3,), 16, 8, 64, BF16, device, scores)
+    lens = meta(9), meta(8)
+    prefill_attention.prefill(q, cache, meta(8, 64), *lens, plan, q, None, meta(64))
+
+
+def test_tokens_of_a_picture_see_each_other():
+    """Layers with windows, as in Gemma 3."""
+    [kernel] = assert_fits((launch_with_pictures,), [90])[90]
+    assert kernel.name == "_prefill_tile"
+
+
 def launch_in_two_layers():
     """One step: rows of one token, a chunk after 2,000 tokens. Only the caches' blocks differ."""
     q, out, tables = meta(64, 16, 128, dtype=BF16), meta(63, 16, 128, dtype=BF16), meta(8, 70)

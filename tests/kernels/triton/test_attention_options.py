@@ -156,3 +156,18 @@ def test_blocks_that_lie_apart(block_size):
     apart.copy_(cache)
     assert not apart.is_contiguous()
     assert torch.equal(attend(case, apart, None), attend(case, cache, None))
+
+
+# --- pictures
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_a_picture_see_each_other(window, dtype):
+    """Pictures that cross tiles of queries and keys; the last row has the end of one, in splits."""
+    rows = [(70, 70), (1, 40), (9, 40), (12, 1400)]
+    case, cache, sinks = case_of(rows, 2, 2, 16, 16, dtype, window=window, sees_pictures=True)
+    ends = case.batch.positions.int() + 1
+    ends[5:45], ends[46:66], ends[71:78], ends[80:90] = 45, 66, 38, 1398
+    case.batch = dataclasses.replace(case.batch, ends=ends)
+    assert_accurate(case, cache, sinks)

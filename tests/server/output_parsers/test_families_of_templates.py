@@ -99,7 +99,7 @@ def chat() -> Iterator[ChatTemplates]:
 
 def render(chat: ChatTemplates, family: str, conversation: list[Any], tools: Any) -> str:
     options = {"chat_template": TEMPLATES[family], "tools": tools, "add_generation_prompt": True}
-    return chat.render(conversation, options)
+    return chat.render(conversation, options).text
 
 
 def reference(family: str, conversation: list[dict[str, Any]], tools: Any) -> str | None:
@@ -239,7 +239,7 @@ def test_a_template_that_never_ends_is_tried_once() -> None:
 
 def test_options_of_a_template_go_before_tools(chat: ChatTemplates) -> None:
     options = {"chat_template": TEMPLATES["SmolLM3"], "tools": TOOLS, "xml_tools": ["mine"]}
-    text = chat.render([ASKED], options)
+    text = chat.render([ASKED], options).text
     assert "mine" in text
     assert "find_weather" not in text
 

@@ -2,6 +2,7 @@
 import { request } from "./api.js";
 import { byId, make, toast } from "./dom.js";
 import { AnswerView, editor, resultView, userView } from "./messages.js";
+import * as pictures from "./pictures.js";
 import * as settings from "./settings.js";
 import * as sidebar from "./sidebar.js";
 import * as store from "./store.js";
@@ -18,7 +19,7 @@ const AT_END = 60; // pixels from the end within which the page follows the text
 
 const scroll = byId("scroll"), messages = byId("messages"), prompt = byId("prompt");
 const running = new Map(); // by the conversation's id: {controller, message}
-const model = byId("model"), cannotChat = new Set();
+const model = byId("model"), cannotChat = new Set(), cannotSee = new Set();
 let current = store.create();
 let live = null; // the view of the answer that grows on the page
 
@@ -66,7 +67,7 @@ function edit(view, index) {
   if (running.has(conversation.id)) return;
   const form = editor(conversation.messages[index].content, (text) => {
     const before = structuredClone(conversation.messages);
-    conversation.messages.splice(index, Infinity, { role: "user", content: text });
+    conversation.messages.splice(index, Infinity, { ...before[index], content: text });
     answerFrom(conversation, index + 1);
     if (before.length > index + 2) {
       toast("The messages after it are gone.", async () => {
@@ -89,7 +90,8 @@ function send() {
   if (!text || running.has(current.id)) return;
   prompt.value = "";
   current.title ||= text.replace(/\s+/g, " ").slice(0, 80);
-  current.messages.push({ role: "user", content: text });
+  const found = pictures.take();
+  current.messages.push({ role: "user", content: text, ...(found.length ? { pictures: found } : {}) });
   answerFrom(current, current.messages.length);
 }
 
@@ -211,6 +213,7 @@ async function loadModels() {
   if (model.options.length) return;
   const { data } = await (await request("v1/models")).json();
   data.filter(({ chats }) => chats === false).forEach(({ id }) => cannotChat.add(id));
+  data.filter(({ reads_pictures: sees }) => sees === false).forEach(({ id }) => cannotSee.add(id));
   if (!model.options.length) model.append(...data.map(({ id }) => make("option", { value: id }, id)));
   chooseModel();
 }
@@ -219,7 +222,10 @@ function chooseModel() {
   const names = Array.from(model.options, (option) => option.value);
   const first = names.find((name) => !cannotChat.has(name)) ?? names[0];
   if (names.length) model.value = names.includes(current.settings.model) ? current.settings.model : first;
+  showEyes();
 }
+
+const showEyes = () => { byId("picture").hidden = cannotSee.has(model.value); };
 
 function changeSettings() {
   settings.edit(current.settings, (changed) => {
@@ -283,7 +289,9 @@ async function start() {
     button.addEventListener("click", () => button.closest("dialog").close());
   }
   for (const button of document.querySelectorAll(".icon[aria-label]")) button.title ||= button.ariaLabel;
+  pictures.start(() => cannotSee.has(model.value));
   model.addEventListener("change", () => {
+    showEyes();
     current.settings.model = model.value;
     store.keepSettings(current.settings);
     if (current.messages.length) keep(current);

@@ -1,6 +1,7 @@
 // Shows messages: Markdown, reasoning, tool calls, what an answer took, and the buttons below each.
 import { copy, iconButton, make } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import { thumbnails } from "./pictures.js";
 
 const digits = (value, most = 0) => value.toLocaleString("en", { maximumFractionDigits: most });
 const ENDS = { stopped: "stopped", length: "cut off: the most tokens are reached" };
@@ -20,9 +21,10 @@ function noteOf({ model, stats, finish_reason: reason, error }, isRunning) {
 /** A message of the user: text as it was typed. */
 export function userView(message, onEdit) {
   const text = make("div", { className: "bubble", dir: "auto" }, message.content);
+  const seen = message.pictures ? [thumbnails(message.pictures)] : [];
   const actions = make("div", { className: "row actions" }, copyButton(() => message.content));
   if (onEdit) actions.append(iconButton("edit", "Edit", onEdit));
-  return make("article", { className: "user", "aria-label": "You" }, text, actions);
+  return make("article", { className: "user", "aria-label": "You" }, ...seen, text, actions);
 }
 
 /** A result of a tool. */

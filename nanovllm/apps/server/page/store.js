@@ -87,6 +87,8 @@ function checked(given, index) {
   for (const message of given.messages) {
     if (!isObject(message) || !ROLES.includes(message.role)) fail(`has a message whose role is not ${ROLES.join(", ")}`);
     if (typeof message.content !== "string") fail("has a message whose content is not text");
+    const isPicture = (each) => typeof each === "string" && /^data[:]image\//.test(each);
+    if (!(message.pictures ?? []).every(isPicture)) fail("has a message whose pictures are not data: addresses");
     const calls = message.tool_calls ?? [];
     const isCall = (call) => typeof call?.id === "string" && typeof call.function?.name === "string" &&
       typeof call.function.arguments === "string";

@@ -8,10 +8,12 @@ const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
  */
 export function requestBody({ settings, messages }, model, sampling = {}) {
   const sent = settings.system ? [{ role: "system", content: settings.system }] : [];
-  for (const { role, content, tool_calls, tool_call_id } of messages) {
+  for (const { role, content: text, tool_calls, tool_call_id, pictures } of messages) {
+    const shown = (pictures ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
+    const content = shown.length ? [...shown, { type: "text", text }] : text;
     const last = sent.at(-1);
     if (role === "assistant" && !content && !tool_calls) continue; // failed, or was stopped before it began
-    if (role === "user" && last?.role === "user") last.content += `\n\n${content}`; // templates want turns
+    if (role === "user" && last?.role === "user") last.content = joined(last.content, content); // templates want turns
     else sent.push({ role, content, tool_calls, tool_call_id });
   }
   const body = { ...sampling, model, messages: sent, stream: true };
@@ -23,6 +25,11 @@ export function requestBody({ settings, messages }, model, sampling = {}) {
   }
   return body;
 }
+
+const partsOf = (content) => (typeof content === "string" ? [{ type: "text", text: content }] : content);
+
+const joined = (first, second) => (typeof first === "string" && typeof second === "string" ?
+  `${first}\n\n${second}` : [...partsOf(first), ...partsOf(second)]);
 
 /**
  * Write the answer to `conversation` into `message`, as it comes; `changed` is called after each event.

@@ -73,10 +73,11 @@ typedef struct {
     const float *sinks; /* [heads]: a sink is a score more of each row, whose value is 0; NULL: there are none */
 } query_shape;
 
-/* Tokens [first, first + count) of a sequence in the batch, the first of which sees `seen` keys, the last num_keys. */
+/* Tokens [first, first + count) of a sequence in the batch. The first sees the keys up to `seen`, those before its window aside,
+ * and each sees one more than the last, or as many: num_keys at most. The window of the first ends with its `own` key. */
 typedef struct {
     const int32_t *block_table;
-    int32_t first, count, seen, num_keys;
+    int32_t first, count, own, seen, num_keys;
     int32_t shareable; /* so many blocks, whole passes that all tokens see in full, may be read together with another tile's */
 } token_tile;
 
@@ -108,6 +109,7 @@ typedef struct {
     const int32_t *block_table;
     ptrdiff_t num_keys; /* 0 or less: none */
     ptrdiff_t first;    /* the blocks before this key are outside the window of all rows: they and their ids are not read */
+    ptrdiff_t own;      /* keys up to the tile's first token's own */
     ptrdiff_t seen;     /* keys up to the last that the tile's first token sees */
 } kv_sequence;
 
@@ -133,6 +135,7 @@ typedef struct {
 typedef struct {
     ptrdiff_t first; /* the keys before this one are not read; a block's first key */
     ptrdiff_t left;  /* keys from the pass's first to the last of the kv_sequence */
+    ptrdiff_t own;   /* keys from the pass's first to the tile's first token's own */
     ptrdiff_t seen;  /* keys from the pass's first to the last that the tile's first token sees */
     ptrdiff_t keys;  /* keys of the pass, rounded up to whole panels */
     ptrdiff_t k;     /* keys of the pass, rounded up to K_MULTIPLE: where the product with the values ends */
@@ -213,7 +216,8 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
 
 /* Squash a row's scores of a pass, if there is a softcap, and set those that its token does not see to -inf. */
 INLINE void mask_row(const query_tile *t, key_pass pass, int r, float *scores) {
-    ptrdiff_t visible = pass.seen + r / t->shape.group, hidden = visible - t->shape.window;
+    int token = r / t->shape.group;
+    ptrdiff_t visible = pass.seen + token, hidden = pass.own + token - t->shape.window;
     if (visible > pass.left) visible = pass.left; /* all tokens see as many */
     if (t->shape.squash != 0.0f)
         for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) store(scores + j, tanh_(load(scores + j) * t->shape.squash));
@@ -337,7 +341,7 @@ INLINE void begin_segment(const query_tile *t) {
  * the constants of its loops in memory. */
 static __attribute__((noinline)) void attend_passes(const cache_layout *c, const query_tile *t, kv_sequence kv,
                                                     kv_sequence next_kv) {
-    for (key_pass pass = {kv.first, kv.num_keys, kv.seen, t->pass_keys, t->pass_keys}; pass.left > 0;) {
+    for (key_pass pass = {kv.first, kv.num_keys, kv.own, kv.seen, t->pass_keys, t->pass_keys}; pass.left > 0;) {
         if (pass.left < t->pass_keys) {
             pass.keys = (pass.left + PANEL - 1) / PANEL * PANEL;
             pass.k = (pass.left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
@@ -346,13 +350,14 @@ static __attribute__((noinline)) void attend_passes(const cache_layout *c, const
         for (int r = 0; r < t->rows; r++) softmax_row(c, t, pass, r);
         rescale_sums(c, t);
         add_values(c, t, pass);
-        pass.first = 0, pass.left -= t->pass_keys, pass.seen -= t->pass_keys, kv.block_table += t->pass_blocks;
+        pass.first = 0, pass.left -= t->pass_keys, pass.own -= t->pass_keys, pass.seen -= t->pass_keys;
+        kv.block_table += t->pass_blocks;
     }
 }
 
 /* Return the first block that a tile sees. */
 INLINE ptrdiff_t first_block(const cache_layout *c, token_tile t, ptrdiff_t window) {
-    ptrdiff_t start = t.seen - window;
+    ptrdiff_t start = t.own - window;
     return start > 0 ? start / c->block : 0;
 }
 
@@ -364,7 +369,11 @@ INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile 
     if (block > first * pass_blocks) first = block / pass_blocks;
     else block = first * pass_blocks;
     ptrdiff_t skipped = first * pass_blocks, left = t.num_keys - skipped * c->block, most = (last - first) * keys_of_pass(c);
-    return (kv_sequence){head, t.block_table + skipped, left < most ? left : most, (block - skipped) * c->block,
+    return (kv_sequence){head,
+                         t.block_table + skipped,
+                         left < most ? left : most,
+                         (block - skipped) * c->block,
+                         t.own - skipped * c->block,
                          t.seen - skipped * c->block};
 }
 
@@ -478,17 +487,26 @@ typedef struct {
     int causal;
 } tiling;
 
-/* Cut a row of `tokens` of the batch, the first of which is token `first`, the last sees num_keys, and all do if attention is not
- * causal. The tile with the most keys comes first. Return the number of tiles. */
+/* Cut a row of `tokens` of the batch, the first of which is token `first`, the last is key num_keys - 1. Token i sees the keys up
+ * to ends[i]; if that is NULL, those up to its own, or all if attention is not causal. A tile's tokens all see as many keys, or
+ * each one more than the last. The tile of the last tokens comes first. Return the number of tiles; if `tiles` is NULL, do only
+ * that. */
 static ptrdiff_t cut_row(const cache_layout *c, tiling by, const int32_t *block_table, int32_t first, int32_t tokens,
-                         int32_t num_keys, token_tile *tiles) {
+                         int32_t num_keys, const int32_t *ends, token_tile *tiles) {
     ptrdiff_t n = 0;
-    for (int32_t rest = tokens, count; rest > 0; rest -= count, num_keys -= by.causal ? count : 0) {
-        count = (rest - 1) % by.max_tokens + 1;
-        int32_t seen = by.causal ? num_keys - count + 1 : num_keys;
-        ptrdiff_t passes = count < by.max_tokens && num_keys <= by.window ? seen / keys_of_pass(c) : 0;
+    int32_t start = ends ? tokens : 0, step = by.causal; /* of the run that has token rest - 1 */
+    for (int32_t rest = tokens, count; rest > 0; rest -= count) {
+        if (rest == start) {
+            step = --start == 0 || ends[start - 1] != ends[start];
+            while (start > 0 && ends[start - 1] == ends[start] - step) start--;
+        }
+        count = (rest - start - 1) % by.max_tokens + 1;
+        int32_t own = num_keys - tokens + rest, last = ends ? ends[rest - 1] : by.causal ? own : num_keys;
+        int32_t seen = last - step * (count - 1);
+        ptrdiff_t passes = count < by.max_tokens && last <= by.window ? seen / keys_of_pass(c) : 0;
         int32_t shareable = (int32_t)(passes * blocks_of_pass(c));
-        tiles[n++] = (token_tile){block_table, first + rest - count, count, seen, num_keys, shareable};
+        if (tiles) tiles[n] = (token_tile){block_table, first + rest - count, count, own - count + 1, seen, last, shareable};
+        n++;
     }
     return n;
 }
@@ -600,29 +618,31 @@ static int parts_of_group(int group, ptrdiff_t tokens, ptrdiff_t rows) {
 }
 
 /* Compute attention of a batch. Row r has the tokens [cu_seqlens[r], cu_seqlens[r + 1]), the last of its seq_lens[r]. A token at
- * position p sees the keys in (p - window, p]; if the window is 0, all up to p; if it is -1, all of its row. A score
+ * position p sees the keys in (p - window, p]; if the window is 0, all up to p; if it is -1, all of its row. Unless `ends` is
+ * NULL, token t of the batch sees the keys before ends[t] in place of those up to p, from the same one on. A score
  * s = scale * q . k becomes softcap * tanh(s / softcap), unless softcap is 0. Unless sinks[heads] is NULL, exp(sink) is added to
  * the sum of a softmax. If `values` is less than dim, the cache has only keys, of 16 bits, and the last `values` numbers of a key
  * are its value. out is [tokens][heads][values]. */
 void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, ptrdiff_t head_bytes, ptrdiff_t block_bytes,
                   const int32_t *block_tables, ptrdiff_t table_width, const int32_t *cu_seqlens, const int32_t *seq_lens,
-                  const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim, ptrdiff_t values,
-                  ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
+                  const int32_t *ends, const float *sinks, row_count num_rows, ptrdiff_t heads, ptrdiff_t kv_heads, ptrdiff_t dim,
+                  ptrdiff_t values, ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows), group = heads / kv_heads / parts;
     cache_layout layout = layout_of(dim, block, bits);
     query_shape shape = {heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     tiling by = {group, TILE_ROWS / group, shape.window, window >= 0};
     ptrdiff_t num_tiles = 0, n = 0, num_groups = 0, floats = row_floats(width_of_values(&shape)), num_pieces[2] = {0};
-    for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += (cu_seqlens[r + 1] - cu_seqlens[r] + by.max_tokens - 1) / by.max_tokens;
+#define CUT_ROW(r, tiles)                                                                                               \
+    cut_row(&layout, by, block_tables + r * table_width, cu_seqlens[r], cu_seqlens[r + 1] - cu_seqlens[r], seq_lens[r], \
+            ends ? ends + cu_seqlens[r] : NULL, tiles)
+    for (ptrdiff_t r = 0; r < num_rows; r++) num_tiles += CUT_ROW(r, NULL);
     tile_group *groups = scratch(num_tiles * (sizeof *groups + sizeof(token_tile)));
     float *memory = NULL;
     heads = kv_heads * parts;
     if (groups) {
         token_tile *tiles = (token_tile *)(groups + num_tiles);
-        for (ptrdiff_t r = 0; r < num_rows; r++)
-            n += cut_row(&layout, by, block_tables + r * table_width, cu_seqlens[r], cu_seqlens[r + 1] - cu_seqlens[r],
-                         seq_lens[r], tiles + n);
+        for (ptrdiff_t r = 0; r < num_rows; r++) n += CUT_ROW(r, tiles + n);
         /* Groups are smaller where there would be few of them for each thread. */
         int max_rows = TILE_ROWS;
         ptrdiff_t rows = cu_seqlens[num_rows] * group, enough = 2 * team->threads;

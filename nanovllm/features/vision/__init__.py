@@ -1,0 +1,1 @@
+"""Pictures: from files to embeddings, and what requests, the scheduler and ranks know of them."""

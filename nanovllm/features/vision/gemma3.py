@@ -1,0 +1,97 @@
+"""Pictures of Gemma 3: squares of one size, read by SigLIP."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
+from nanovllm.features.vision.tower import LearnedGrid, PooledMerger, TowerConfig, VisionTower
+from nanovllm.kernels.torch_math import NORM_CENTRED
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.options.validation import check_int
+
+
+class Gemma3(VisionFamily):
+    """Gemma 3 4B, 12B and 27B. The tokens of a picture see each other in all layers of the text
+    model. Crops of a picture ("pan and scan"), which no published checkpoint asks for, are refused.
+    """
+
+    marker = "<start_of_image>"
+    soft_token = "<image_soft_token>"
+    resample = "bilinear"
+
+    def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
+        super().__init__(config, processor)
+        if processor.get("do_pan_and_scan"):
+            raise UnsupportedModelError(
+                "preprocessor_config.json: do_pan_and_scan is true, but pictures are read whole: "
+                'set it to false, or start with limit_mm_per_prompt={"image": 0}'
+            )
+        self.patch = self.size("patch_size", high=256)
+        self.side = self.size("image_size", 896, high=2**14)  # of all pictures, in pixels
+        self.mean = tuple(processor.get("image_mean") or self.mean)
+        self.std = tuple(processor.get("image_std") or self.std)
+        where = "config.json: mm_tokens_per_image"
+        given = config.get("mm_tokens_per_image", 256)
+        self.num_tokens = check_int(CheckpointError, where, given, 1, 2**20)
+        patches = self.side // self.patch
+        self.merge = patches // math.isqrt(self.num_tokens)
+        if self.merge * math.isqrt(self.num_tokens) != patches or self.side % self.patch:
+            raise CheckpointError(
+                f"config.json: {self.num_tokens} tokens (mm_tokens_per_image) are no square of "
+                f"{self.side} pixels (image_size) in patches of {self.patch} (patch_size)"
+            )
+
+    def layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
+        refuse_options(options)
+        view = View(self.side, self.side)
+        return Layout((view,), (f"\n\n{self.marker}", self.num_tokens, "<end_of_image>\n\n"))
+
+    def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
+        return self.num_tokens
+
+    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.blocks(pixels).flatten(1)
+
+    def make_tower(self) -> VisionTower:
+        hidden = self.size("hidden_size")
+        eps = float(self.vision_config.get("layer_norm_eps", 1e-6))
+        config = TowerConfig(
+            num_layers=self.size("num_hidden_layers", high=256),
+            hidden_size=hidden,
+            intermediate_size=self.size("intermediate_size"),
+            num_heads=self.size("num_attention_heads", high=1024),
+            patch_shape=(3, self.patch, self.patch),
+            activation="gelu_tanh",
+            eps=eps,
+            merge=self.merge,
+            norm_last=True,
+        )
+        text = self.config.get("text_config") or {}
+        output = check_int(
+            CheckpointError, "config.json: text_config.hidden_size", text.get("hidden_size"), 1
+        )
+        norm = RMSNorm(hidden, eps, NORM_CENTRED)
+        tower = VisionTower(
+            config,
+            LearnedGrid((self.side // self.patch) ** 2, hidden, self.merge),
+            PooledMerger(config, self.merge**2, output, norm, transposed=True),
+        )
+        parts = ("vision_tower.", "vision_tower.vision_model.", "multi_modal_projector.")
+        tower.places = tuple(prefix + part for part in parts for prefix in ("", "model."))
+        tower.parts = ("embeddings.", "encoder.", "post_layernorm.", "mm_")  # not SigLIP's own head
+        tower.names = {
+            r"^patch_embed": "embeddings.patch_embedding",
+            r"^positions": "embeddings.position_embedding",
+            r"^layers": "encoder.layers",
+            r"\.attn\.proj": ".self_attn.out_proj",
+            r"\.attn\.": ".self_attn.",
+            r"\.norm([12])": r".layer_norm\1",
+            r"^norm_last": "post_layernorm",
+            r"^merger\.norm": "mm_soft_emb_norm",
+            r"^merger\.linear\.weight": "mm_input_projection_weight",
+        }
+        return tower

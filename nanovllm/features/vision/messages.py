@@ -1,0 +1,68 @@
+"""What requests, the scheduler and ranks say to each other of pictures. No torch."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+NAME = "vision"
+"""Of what these are in the extras of sequences and of steps."""
+
+
+class Pixels(NamedTuple):
+    """A view of a picture, resized."""
+
+    height: int
+    width: int
+    rgb: bytes  # [height, width, 3] uint8
+    num_patches: int
+
+
+class Picture(NamedTuple):
+    """A picture as the tower reads it."""
+
+    digest: bytes  # SHA-256 of all below, and of how they were made
+    views: tuple[Pixels, ...]
+    num_tokens: int
+
+
+class PictureSpan(NamedTuple):
+    """Soft tokens of a prompt, one after the other, that stand for a part of a picture."""
+
+    start: int  # position of the first
+    length: int
+    digest: bytes
+    offset: int  # of the first among the picture's tokens
+    place: int = 0  # of the first token's time, row and column
+    grid: tuple[int, int] = (
+        0,
+        0,
+    )  # rows and columns of the picture's tokens; (0, 0): one place each
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.length
+
+    @property
+    def next_place(self) -> int:
+        """The place of the token after the last."""
+        return self.place + (max(self.grid) or self.length)
+
+
+class TowerSlice(NamedTuple):
+    """A part of the work of encoding a picture: some layers of the tower, view after view."""
+
+    digest: bytes
+    num_layers: int
+    picture: Picture | None  # with the first slice
+
+
+class EncoderStep(NamedTuple):
+    """What a step does with pictures, before its rows."""
+
+    dropped: list[bytes]  # digests of pictures whose embeddings are not needed any more
+    slices: list[TowerSlice]
+
+
+def rope_offset(spans: Iterable[PictureSpan]) -> int:
+    """Return what is added to the position of a token after all spans, to get its place."""
+    return next((span.next_place - span.end for span in reversed(tuple(spans))), 0)

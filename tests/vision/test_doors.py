@@ -1,0 +1,169 @@
+"""The ways by which pictures come into prompts, and what is refused by name."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nanovllm import LLM
+from nanovllm.errors import InvalidRequestError
+from tests.vision.pictures import PARAMS, noise, told
+from tests.vision.qwen import PAD, PICTURE
+
+
+def png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURE_GIVEN = noise(24, 40, 5)
+FILE = png(PICTURE_GIVEN)
+BASE64 = base64.b64encode(FILE).decode()
+URL = f"data:image/png;base64,{BASE64}"
+
+
+def chat(llm: LLM, *parts: Any, **options: Any) -> tuple[list[int], float]:
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+    (output,) = llm.chat(messages, PARAMS, use_tqdm=False, **options)
+    return told(output)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> tuple[list[int], float]:
+    text = f"<|im_start|>user\n{PICTURE}What is it?<|im_end|>\n<|im_start|>assistant\n"
+    given = {"prompt": text, "multi_modal_data": {"image": PICTURE_GIVEN}}
+    return told(llm.generate(given, PARAMS, use_tqdm=False)[0])
+
+
+def test_all_parts_of_conversations_are_one_picture(
+    llm: LLM, expected: tuple[list[int], float], tmp_path: Path
+) -> None:
+    path = tmp_path / "a b.png"
+    path.write_bytes(FILE)
+    for part in (
+        {"type": "image", "image": PICTURE_GIVEN},
+        {"type": "image", "image": FILE},
+        {"type": "image", "image": np.asarray(PICTURE_GIVEN)},
+        {"type": "image", "image": path},
+        {"type": "image", "path": str(path)},
+        {"type": "image_pil", "image_pil": PICTURE_GIVEN},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}},
+        {"type": "image_url", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": f"file://{quote(str(path))}"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png," + quote(FILE)}},
+        {"type": "input_image", "image_url": URL, "detail": "high"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
+    ):
+        assert chat(llm, part) == expected, part
+
+
+def test_token_ids_have_one_soft_token_or_all(llm: LLM, expected: Any) -> None:
+    text = f"<|im_start|>user\n{PICTURE}What is it?<|im_end|>\n<|im_start|>assistant\n"
+    ids = llm.engine.input_processor.encode(text, rendered=True)
+    data = {"image": [PICTURE_GIVEN]}
+    for _ in range(2):
+        given = {"prompt_token_ids": ids, "multi_modal_data": data}
+        (output,) = llm.generate(given, PARAMS, use_tqdm=False)
+        assert told(output) == expected
+        ids = output.prompt_token_ids
+    given = {"prompt_token_ids": ids[:-8], "multi_modal_data": {"image": [PICTURE_GIVEN] * 2}}
+    with pytest.raises(InvalidRequestError, match="has 2 pictures and 1 times the token"):
+        llm.generate(given, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "nothing is fetched"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,$$"}}, "not valid base"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "none of PNG"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64"}}, "base64,..., got"),
+        ({"type": "image_url"}, "a picture without content"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "the source of a picture"),
+        ({"type": "image", "image": "no/such.png"}, "there is no file"),
+        ({"type": "image", "image": 5}, "got int"),
+        ({"type": "image", "image": np.zeros((2, 2, 3))}, "must be uint8"),
+        ({"type": "image", "image": noise(2, 401)}, "one side may be at most 200"),
+        ({"type": "audio", "audio": "a"}, "content part of type 'audio'"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_name(llm: LLM, part: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        chat(llm, part)
+
+
+def test_markers_must_be_as_many_as_pictures(llm: LLM) -> None:
+    given = {"prompt": f"{PICTURE} and {PICTURE}", "multi_modal_data": {"image": [PICTURE_GIVEN]}}
+    with pytest.raises(InvalidRequestError, match="has 1 pictures and 2 markers"):
+        llm.generate(given, PARAMS)
+    for data in ({"video": [1]}, [PICTURE_GIVEN], {"image": PICTURE_GIVEN, "audio": 1}):
+        with pytest.raises(InvalidRequestError, match="multi_modal_data must be"):
+            llm.generate({"prompt": PICTURE, "multi_modal_data": data}, PARAMS)
+    with pytest.raises(InvalidRequestError, match="max_pixel'.* min_pixels, max_pixels"):
+        llm.generate({**given, "prompt": PICTURE, "mm_processor_kwargs": {"max_pixel": 1}}, PARAMS)
+    with pytest.raises(InvalidRequestError, match="would cut pictures"):
+        llm.generate({**given, "prompt": PICTURE}, PARAMS.clone(truncate_prompt_tokens=4))
+
+
+def test_the_result_of_a_tool_may_be_a_picture(llm: LLM) -> None:
+    """Also where the template knows parts only in messages of the user."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {
+            "role": "tool",
+            "tool_call_id": "c1",
+            "content": [
+                {"type": "text", "text": "Here:"},
+                {"type": "image_url", "image_url": {"url": URL}},
+            ],
+        },
+    ]
+    (pad,) = llm.engine.input_processor.encode(PAD, rendered=True)
+    assert llm.render(messages).count(pad) == 15
+    strict = (
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}"
+        "{% elif m.role == 'user' %}{% for p in m.content %}{% if p.type == 'image' %}"
+        "<|image_pad|>{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    )
+    deaf = "{% for m in messages %}{{ m.role }};{% endfor %}"
+    assert llm.render(messages, chat_template=strict).count(pad) == 15
+    with pytest.raises(InvalidRequestError, match="does not show them all"):
+        llm.render(messages, chat_template=deaf)
+    system = [{"role": "system", "content": [{"type": "image", "image": FILE}]}, *messages]
+    with pytest.raises(InvalidRequestError, match="pictures belong to messages of the user"):
+        llm.render(system)
+
+
+def test_limits(make_llm: Any, qwen: Any, llm: LLM) -> None:
+    few = make_llm(
+        qwen("qwen3_vl"),
+        limit_mm_per_prompt={"image": 1},
+        max_image_tokens=20,
+        mm_processor_kwargs={"max_pixels": 4000},
+    )
+    picture = {"type": "image", "image": noise(40, 30)}
+    chat(few, {"type": "image", "image": noise(30, 30)})
+    with pytest.raises(InvalidRequestError, match="has 2 pictures, limit_mm_per_prompt allows 1"):
+        chat(few, picture, picture)
+    with pytest.raises(
+        InvalidRequestError, match="30 x 40 pixels take 20 tokens, max_image_tokens"
+    ):
+        chat(make_llm(qwen("qwen3_vl"), max_image_tokens=19), picture)
+    many = {"image": [noise(64, 88, seed) for seed in range(64)]}
+    with pytest.raises(InvalidRequestError, match="have 5632 tokens.* fit into encoder_cache_mib"):
+        make_llm(qwen("qwen3_vl"), encoder_cache_mib=1).generate(
+            {"prompt": PICTURE * 64, "multi_modal_data": many}, PARAMS
+        )
+    blind = make_llm(qwen("qwen3_vl"), limit_mm_per_prompt={"image": 0})
+    with pytest.raises(InvalidRequestError, match="was loaded without"):
+        blind.generate({"prompt": PICTURE, "multi_modal_data": {"image": FILE}}, PARAMS)
+    with pytest.raises(InvalidRequestError, match="reads text only"):
+        chat(blind, picture)
