@@ -217,7 +217,7 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
         return None
     if importlib.util.find_spec("PIL") is None:
         logger.warning(
-            "this model also reads pictures, which needs Pillow: pip install 'nanovllm-engine[vision]'"
+            "this model also reads pictures, which needs Pillow: pip install pillow"
         )
         return None
     module, _, name = place.partition(":")
