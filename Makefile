@@ -86,17 +86,8 @@ $(VENV)/.dev: WHAT = '.[dev]'
 $(VENV)/.core $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e $(WHAT)
 	$(SMOLLM2)
-<<<<<<< HEAD
-	touch $@
+	touch $(VENV)/.core $@
 
 $(VENV)/.site: $(BIN)/python pyproject.toml constraints.txt $(COPY)
 	$(INSTALL) -e '.[site]'
 	touch $@
-
-$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt $(COPY)
-	$(INSTALL) -e '.[dev]'
-	$(SMOLLM2)
-	touch $@ $(VENV)/.core
-=======
-	touch $(VENV)/.core $@
->>>>>>> h-install
