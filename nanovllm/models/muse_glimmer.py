@@ -18,7 +18,7 @@ from nanovllm.models.parts import (
 
 
 class MuseGlimmerForConditionalGeneration(SandwichForCausalLM):
-    """Muse Glimmer, without images: norms on both sides, gated attention; three of four layers
+    """Muse Glimmer, without pictures: norms on both sides, gated attention; three of four layers
     have a window, the fourth has no RoPE.
     """
 

@@ -1,4 +1,4 @@
-"""The Qwen3-Next and Qwen3.5 families, text only: gated DeltaNets and gated attention."""
+"""The Qwen3-Next and Qwen3.5 families: gated DeltaNets and gated attention."""
 
 from typing import Any, ClassVar
 

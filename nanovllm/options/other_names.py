@@ -77,6 +77,7 @@ REMEDIES: Mapping[str, str] = {
         "repeat_penalty": "use repetition_penalty",
         "typical_p tfs_z mirostat xtc_probability": "use temperature, top_p or min_p",
         "stream": _STREAM,
+        "mm_processor_kwargs": "give it to the engine, or in a prompt's dictionary",
         "tokenization_kwargs": "use truncate_prompt_tokens, or give token ids as prompts",
         "truncate_prompt_tokens": "it is a field of SamplingParams and PoolingParams",
         "use_activation": "use PoolingParams(normalize=...); scores have the model's activation",

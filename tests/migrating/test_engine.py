@@ -39,7 +39,7 @@ def test_keywords_of_vllms(llm: LLM) -> None:
     assert llm.chat(messages, GREEDY, False, mm_processor_kwargs=None)[0].text
     with pytest.raises(InvalidRequestError, match="tokenization_kwargs=.* not supported: use trun"):
         llm.generate(QUESTION, GREEDY, tokenization_kwargs={"truncation": True})
-    with pytest.raises(InvalidRequestError, match="mm_processor_kwargs=.* write text only"):
+    with pytest.raises(InvalidRequestError, match="mm_processor_kwargs=.*: give it to the engine"):
         llm.chat(messages, GREEDY, False, mm_processor_kwargs={"size": 1})
 
 

@@ -174,10 +174,10 @@ def test_users_take_turns_while_conversations_are_rendered(
     processor, may_go_on = server.state.llm.engine.input_processor, threading.Event()
     render, rendered = processor.chat.render, []
 
-    def render_slowly(messages: Any, options: Any) -> Any:
+    def render_slowly(messages: Any, options: Any, locate: Any) -> Any:
         rendered.append(messages[0].content)
         may_go_on.wait(20)
-        return render(messages, options)
+        return render(messages, options, locate)
 
     monkeypatch.setattr(processor.chat, "render", render_slowly)
 

@@ -75,7 +75,7 @@ def test_an_object_that_is_gone_is_not_called(forks: Callable[[], None]) -> None
 def test_what_renders_templates_ends_with_its_owner(forks: Callable[[], None]) -> None:
     renders = TemplateProcess()
     assert renders.render("{{ x }}", {"x": 1}) == "1"
-    child = renders._process
+    child = renders._process._process
     assert child is not None
     assert child.stdin is not None
     forks()

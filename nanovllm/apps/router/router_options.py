@@ -31,6 +31,7 @@ ENGINE_FIELDS = (
     *("lora_modules", "lora_directory", "max_waiting", "min_priority", "max_body_bytes"),
     *("request_timeout", "chat_template", "default_chat_template_kwargs"),
     *("tool_call_parser", "reasoning_parser", "log_level", "log_format"),
+    "allowed_local_media_path",
 )
 """The fields of ServerOptions that each model's engine has, and that its table may name."""
 _OF_ENGINES = (*ENGINE_FIELDS, "read_timeout", "root_path", "max_connections")

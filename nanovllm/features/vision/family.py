@@ -216,9 +216,7 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
     if place is None or is_off or not fields.get("vision_config"):
         return None
     if importlib.util.find_spec("PIL") is None:
-        logger.warning(
-            "this model also reads pictures, which needs Pillow: pip install pillow"
-        )
+        logger.warning("this model also reads pictures, which needs Pillow: pip install pillow")
         return None
     module, _, name = place.partition(":")
     found = importlib.import_module(f"nanovllm.features.vision.{module}")

@@ -114,7 +114,12 @@ class Lfm2VL(VisionFamily):
         positions = LearnedGrid(places, hidden, self.merge, antialias=True)
         tower = VisionTower(config, positions, lfm_merger(self, config, norm, 2560))
         tower.places = ("model.", "")
-        tower.parts = ("vision_tower.", "multi_modal_projector.")
+        own = ("embeddings.", "encoder.", "post_layernorm.")  # not SigLIP's own head
+        nested = ("", "vision_model.")  # in files of transformers 4
+        tower.parts = (
+            *(f"vision_tower.{place}{part}" for place in nested for part in own),
+            "multi_modal_projector.",
+        )
         tower.names = {
             r"^merger\.norm": "multi_modal_projector.layer_norm",
             r"^merger\.linear_fc": "multi_modal_projector.linear_",
