@@ -24,6 +24,12 @@ def test_the_pictures_are_those_of_the_data():
         )
 
 
+def test_every_page_has_a_place_in_the_index():
+    """Sphinx refuses a page without one, and the site is built by hand."""
+    listed = (ROOT / "tools/site/pages/index.md").read_text("utf-8").split()
+    assert [page.stem for page in (ROOT / "docs").glob("*.md") if page.stem not in listed] == []
+
+
 def test_faults_of_links_are_found(tmp_path):
     (tmp_path / "there.html").write_text('<h2 id="here">Here</h2>')
     (tmp_path / "page.html").write_text(
