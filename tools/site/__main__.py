@@ -81,7 +81,8 @@ def rewritten(page: str, pages: dict[str, str]) -> str:
     parts = FENCE.split((ROOT / page).read_text("utf-8"))  # the odd ones are code
     for number, part in enumerate(parts):
         if number % 2 == 0:
-            parts[number] = LINK.sub(lambda found: target(page, found[1], found[2], pages), part)
+            plain = re.sub(r"\[([\w./]+)\.md\]\(", r"[\1](", part)  # here no file is Markdown
+            parts[number] = LINK.sub(lambda found: target(page, found[1], found[2], pages), plain)
         elif part.startswith("```mermaid\n"):
             parts[number] = f'<pre class="diagram">\n{html.escape(part[11:-3])}</pre>'
     return "".join(parts)
