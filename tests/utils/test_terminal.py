@@ -44,7 +44,7 @@ from nanovllm.apps.cli import main as cli
 stream = LLM.stream
 
 def waiting(llm, prompt, params):
-    text = llm.get_tokenizer().decode(prompt)
+    text = prompt.text
     if "Wait" not in text:
         yield from stream(llm, prompt, params)
         return
