@@ -250,6 +250,15 @@ class InputProcessor:
         text, pictures, places = self.chat.render(messages, options, **more)
         return Prompt(text, rendered=True, pictures=pictures, marker_places=places)
 
+    def open_pictures(self, prompt: Prompt) -> Prompt:
+        """Return a prompt whose pictures are opened, which may take seconds, so that a request with
+        it is made at once.
+
+        Raises:
+            InvalidRequestError: a picture cannot be read, or the model reads none.
+        """
+        return self.vision.open_all(prompt) if prompt.pictures else prompt
+
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt of text.
 

@@ -139,7 +139,7 @@ def prepare(
     params = generation.sampling_params(  # first, for its checks cost little
         server, body, default_max_tokens=most, logprobs=logprobs, **changes
     )
-    prompt = render(server, body)
+    prompt = server.llm.engine.input_processor.open_pictures(render(server, body))
     text = prompt.text or ""
     generation.check_logprobs(server, params, [len(text)])
     functions = body.functions

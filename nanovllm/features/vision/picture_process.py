@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from nanovllm.utils.limited_process import Limits
 
-MAX_SECONDS = 20.0  # of processor time, to open a file or to resize it
+MAX_SECONDS = 10.0  # of processor time, to open a file or to resize it
 MAX_BYTES = 2**30  # besides what Python and Pillow take: 64 million pixels in RGBA, four times
 
 Found = TypeVar("Found")

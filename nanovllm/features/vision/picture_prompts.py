@@ -1,9 +1,10 @@
 """Pictures of a prompt: opened, resized, and put in the places of its markers."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -21,6 +22,13 @@ from nanovllm.options.validation import shown
 
 _RULES = "1"
 """Changes when the same file would become other pixels: it is a part of the digests."""
+
+
+class OpenedPicture(NamedTuple):
+    """A picture in the sizes that the tower reads."""
+
+    layout: Layout
+    picture: Picture
 
 
 class VisionRequests:
@@ -69,12 +77,11 @@ class VisionRequests:
             InvalidRequestError: a picture cannot be read, or is too large; or there are not as many
                 markers as pictures.
         """
-        if self._most is not None and len(prompt.pictures) > self._most:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt.pictures)} pictures, limit_mm_per_prompt allows "
-                f"{self._most}"
-            )
-        read = [self._read(index, given, prompt) for index, given in enumerate(prompt.pictures)]
+        self._check_number(prompt)
+        read = [
+            given if isinstance(given, OpenedPicture) else self._open(index, given, prompt)
+            for index, given in enumerate(prompt.pictures)
+        ]
         layouts = [layout for layout, _ in read]
         if prompt.token_ids is None:
             assert prompt.text is not None
@@ -83,7 +90,24 @@ class VisionRequests:
             token_ids, places = self._expand_ids(list(prompt.token_ids), layouts)
         return self._placed(token_ids, places, read)
 
-    def _read(self, index: int, given: Any, prompt: Prompt) -> tuple[Layout, Picture]:
+    def open_all(self, prompt: Prompt) -> Prompt:
+        """Return a prompt whose pictures are opened, so that `see` does not wait for that.
+
+        Raises:
+            InvalidRequestError: a picture cannot be read, or is too large.
+        """
+        self._check_number(prompt)
+        opened = [self._open(index, given, prompt) for index, given in enumerate(prompt.pictures)]
+        return dataclasses.replace(prompt, pictures=tuple(opened))
+
+    def _check_number(self, prompt: Prompt) -> None:
+        if self._most is not None and len(prompt.pictures) > self._most:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt.pictures)} pictures, limit_mm_per_prompt allows "
+                f"{self._most}"
+            )
+
+    def _open(self, index: int, given: Any, prompt: Prompt) -> "OpenedPicture":
         """Return what a picture becomes in the prompt, and for the tower."""
         options = {**self._options, **prompt.picture_options}
 
@@ -99,7 +123,7 @@ class VisionRequests:
                 views = pixels.resized(found, *self._wanted(layout))
         except (pixels.PictureError, InvalidRequestError) as error:
             raise InvalidRequestError(f"picture {index}: {error}") from error
-        return layout, _picture(layout, views, self._family.patch)
+        return OpenedPicture(layout, _picture(layout, views, self._family.patch))
 
     def _wanted(self, layout: Layout) -> tuple[Seq[View], str]:
         return layout.views, self._family.resample
@@ -210,7 +234,7 @@ class VisionRequests:
         self,
         token_ids: list[int],
         places: Seq[Seq[int]],
-        read: Seq[tuple[Layout, Picture]],
+        read: Seq[OpenedPicture],
     ) -> PromptTokens:
         """Return the prompt with a span for each run of soft tokens."""
         sizes = {picture.digest: picture.num_tokens for _, picture in read}
