@@ -35,6 +35,11 @@ class InputSpan(NamedTuple):
     offset: int = 0  # of the first in what they stand for, if that has several spans
     content: object = None  # what they stand for; workers get it as the feature sends it
 
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.length
+
 
 class Admission(NamedTuple):
     """A sequence takes a table row, whose old contents are overwritten.

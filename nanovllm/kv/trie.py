@@ -133,7 +133,7 @@ def _inputs_of(spans: Iterable[InputSpan], first: int, end: int) -> bytes:
     found = b""
     for span in spans:
         start = max(span.start, first)
-        stop = min(span.start + span.length, end)
+        stop = min(span.end, end)
         if start < stop:
             assert len(span.digest) == 32
             place = array("Q", [span.offset + start - span.start, start, stop])

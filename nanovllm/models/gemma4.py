@@ -200,8 +200,8 @@ class Gemma4Decoder(ScaledDecoder):
     def _layer_inputs(self, batch: Batch, embedded: torch.Tensor) -> torch.Tensor:
         """Return the inputs of all layers, concatenated: [T, layers * hidden_size_per_layer_input].
 
-        They are the mean of an embedding and a projection of the first one, times sqrt(2). Tokens
-        that are no text have the padding token's embedding.
+        They are the mean of an embedding and a projection of the first one, times sqrt(2). Soft
+        tokens have the padding token's embedding.
         """
         input_ids = batch.input_ids
         for indices, _ in batch.embeds:

@@ -52,9 +52,8 @@ class RankVision(WorkerHook):
         self._running: dict[bytes, _Encoding] = {}
         self._spans: dict[int, tuple[PictureSpan, ...]] = {}  # by table row
         self._num_prompt_tokens: dict[int, int] = {}
-        self._sees_whole = (
-            network.attention.picture_tokens > 0
-        )  # whether soft tokens see each other
+        # Whether the soft tokens of a picture see each other.
+        self._sees_whole = network.attention.picture_tokens > 0
         self._angles = None
         if family.axes:
             assert isinstance(network.model, Family)
@@ -131,7 +130,7 @@ class RankVision(WorkerHook):
                     placed += range(index, index + end - start)
                     places.append(places_of(spans, start, end))
                 for span in spans:
-                    first, last = max(span.start, start), min(span.start + span.length, end)
+                    first, last = max(span.start, start), min(span.end, end)
                     if first < last:
                         at = span.offset - span.start
                         values.append(self._features[span.digest][at + first : at + last])

@@ -54,7 +54,7 @@ class EncoderHook(AdmissionHook):
                 self._pin(seq, needed)
                 self.scheduler.resume(seq)
         for seq in list(self._pinned):
-            end = max(span.start + span.length for span in seq.inputs)
+            end = max(span.end for span in seq.inputs)
             if seq.table_idx is not None and seq.num_computed_tokens >= end:
                 self._pin(seq, ())
 
@@ -65,7 +65,7 @@ class EncoderHook(AdmissionHook):
         computed = hit.num_blocks * self.scheduler.block_manager.block_size
         needed: dict[bytes, Picture] = {}
         for span in seq.inputs:
-            if span.start + span.length > computed:
+            if span.end > computed:
                 assert isinstance(span.content, Picture)
                 needed[span.digest] = span.content
         if needed.keys() <= self._cached.keys():

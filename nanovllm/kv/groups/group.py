@@ -172,5 +172,5 @@ class BidirectionalGroup(KVCacheGroup):
         if self._of_prompts:
             return seq.num_tokens - seq.num_computed_tokens
         end = seq.num_computed_tokens + most
-        stops = [span.start + span.length for span in seq.inputs if span.start < end]
+        stops = [span.end for span in seq.inputs if span.start < end]
         return max(end, *stops) - seq.num_computed_tokens if stops else most
