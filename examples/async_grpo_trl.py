@@ -108,7 +108,7 @@ def make_trainer(
         max_completion_length=16,
         max_staleness=2,
         learning_rate=1e-3 if peft_config is None else 1e-2,
-        temperature=1.0,
+        temperature=1.5,
         vllm_server_base_url=url,
         gradient_checkpointing=False,
         bf16=False,
@@ -120,8 +120,9 @@ def make_trainer(
     )
     tokenizer = AutoTokenizer.from_pretrained(demo_model.MODEL)
     tokenizer.response_template = qwen3_template  # the same marks around an answer
-    questions = ["What is a token?", "What is KV cache?", "Explain batching.", "What is a GPU?"]
-    prompts = [[{"role": "user", "content": question}] for question in questions]
+    # One question at a temperature at which the sure little model explores: rewards of several
+    # questions differ by more than they rise.
+    prompt = [{"role": "user", "content": "What is a token?"}]
     with (  # TRL wants a name of a GPU, and to find vLLM installed, of which it calls nothing
         mock.patch("torch.cuda.get_device_name", return_value="CPU"),
         mock.patch.object(async_rollout_worker, "is_vllm_available", return_value=True),
@@ -130,7 +131,7 @@ def make_trainer(
             demo_model.MODEL,
             share_of_e,
             args,
-            train_dataset=Dataset.from_dict({"prompt": prompts * 64}),
+            train_dataset=Dataset.from_dict({"prompt": [prompt] * 256}),
             processing_class=tokenizer,
             peft_config=peft_config,
             weight_transfer=WeightSender(url) if peft_config is None else None,
@@ -155,7 +156,7 @@ def train(steps: int, *, lora: bool = False) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lora", action="store_true")
     args = parser.parse_args()
     for step, reward in enumerate(train(args.steps, lora=args.lora), 1):

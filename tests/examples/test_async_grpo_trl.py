@@ -18,7 +18,7 @@ from async_grpo_trl import train
 @pytest.mark.parametrize("lora", [False, True], ids=["weights", "adapter"])
 def test_rewards_rise(lora: bool) -> None:
     """All weights by gloo, or an adapter's files; TRL's own code calls the server."""
-    rewards = train(30, lora=lora)
-    assert len(rewards) == 30
-    first, last = sum(rewards[:3]) / 3, sum(rewards[-8:]) / 8
+    rewards = train(20, lora=lora)
+    assert len(rewards) == 20
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-6:]) / 6
     assert last > first + 0.02, rewards
