@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm.kernels.cpu import build, library as library_module
 from nanovllm.kernels.cpu.library import library
@@ -138,13 +139,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=parameters())
 def kernels(request, load, serve, monkeypatch):
-    """Use the kernels built for each kind of processor that can be tested here."""
-    if request.param in ARM_VARIANTS:
-        emulated = serve(request.param)
-        monkeypatch.setattr(library_module, "library", lambda: emulated)
-        return
-    built = load(request.param)
-    monkeypatch.setattr(library_module, "library", lambda: built)
+    """Use the kernels built for each kind of processor that can be tested here.
+
+    Emulated ones have two threads, whatever torch has.
+    """
+    is_emulated = request.param in ARM_VARIANTS
+    chosen = (serve if is_emulated else load)(request.param)
+    monkeypatch.setattr(library_module, "library", lambda: chosen)
+    before = torch.get_num_threads()
+    if is_emulated:
+        torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
