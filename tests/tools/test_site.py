@@ -72,6 +72,13 @@ def test_a_browser_reads_the_site(tmp_path):
         for name in READ:
             page.goto(f"{home}{name}.html", wait_until="networkidle")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        page.set_viewport_size({"width": 1280, "height": 800})
+        page.goto(f"{home}run.html")
+        page.click("header a")
+        assert page.url == f"{home}explain.html"
+        page.evaluate("document.querySelector('pre').textContent = 'x'.repeat(100)")
+        page.add_style_tag(content="pre { white-space: pre !important }")
+        assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('pre'))")
         page.goto(f"{home}architecture.html")
         page.wait_for_selector('.diagram svg[aria-label="Diagram: The way of a request"]')
         page.goto(f"{home}search.html?q=how+do+I+serve+two+models")

@@ -42,6 +42,8 @@ MERMAID = File(
     "7a644017d37f93c8359790884e6b67fb1f747c78eb20475952404bd87190a3f8",
 )
 MERMAID_PACKAGE = "@mermaid-js/tiny@11.17.2"
+BACK = '<p><a href="explain.html" target="_top">nanovllm: steps of a run</a></p>'
+"""A link in run.html, which also is a frame of the page that it leads to."""
 FENCE = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r'<section id="([^"]+)">\s*<(h[1-6])>')
 SOURCE = re.compile(r"\]\(source:([^)#]+)\.html")
@@ -190,6 +192,9 @@ def build(folder: Path) -> int:
     command = re.findall(r"^nanovllm explain.*?(?=^```)", texts["explain"], re.DOTALL | re.M)[-1]
     run = shlex.split(command.replace("\\\n", "").replace("run.html", str(folder / "run.html")))
     subprocess.run([sys.executable, "-m", *run], cwd=ROOT, check=True)
+    page = (folder / "run.html").read_text("utf-8")
+    page = page.replace("<header>", f"<header>{BACK}", 1)
+    (folder / "run.html").write_text(page, "utf-8")
     search = [sys.executable, "-m", "pagefind", "--site", str(folder), *SITE["pagefind"]]
     subprocess.run(search, check=True)
     faults = links.check(folder)
