@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from nanovllm.core.messages import LowDetail
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
 
 PICTURE_PARTS = ("image_url", "input_image", "image", "image_pil")
 """Types of content parts that are pictures."""
 
+_MAX_SCHEME = 20
+_OF_ADDRESSES = str.maketrans("-_", "+/")
 _SECRET = secrets.token_hex(8)
 _PICTURE = f"\ue000picture {_SECRET}\ue000"
 _NEXT = f"\ue000next {_SECRET}\ue000"
@@ -41,7 +44,10 @@ class Rendered(NamedTuple):
 
 def anywhere(path: str) -> Path:
     """Return any file: for callers in Python."""
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InvalidRequestError(f"{shown(path)} is no path: {error}") from None
 
 
 def nowhere(path: str) -> Path:
@@ -56,7 +62,10 @@ def below(directory: Path) -> Locate:
     """Return what finds files in a directory or below it."""
 
     def locate(path: str) -> Path:
-        found = (directory / path).resolve()
+        try:
+            found = (directory / path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidRequestError(f"{shown(path)} is no path: {error}") from None
         if not found.is_relative_to(directory.resolve()):
             raise InvalidRequestError(
                 f"{shown(path)} is outside allowed_local_media_path, the only place of files that "
@@ -100,26 +109,34 @@ def with_marks(texts: list[str | None]) -> str:
 
 
 def picture_of(name: str, part: Mapping[str, Any], locate: Locate) -> Any:
-    """Return the picture of a content part: bytes, a path, or an object of the caller's.
+    """Return the picture of a content part: bytes, a path, or an object of the caller's, in
+    `LowDetail` if the part asks for that.
 
     Raises:
         InvalidRequestError: the part has none, or it is an address in a network.
     """
     kind = part["type"]
     given = part.get(kind)
+    detail = part.get("detail")
     if kind == "input_image":
         given = part.get("image_url")
     elif kind == "image" and given is None:
         source = part.get("source")
         given = part.get("url", part.get("path")) if source is None else _source(name, source)
     if isinstance(given, Mapping):
+        detail = given.get("detail", detail)
         given = given.get("url")
     if given is None:
         raise InvalidRequestError(
             f'{name} has a picture without content: give {{"type": "image_url", "image_url": '
             f'{{"url": "data:image/png;base64,..."}}}}, got {shown(part)}'
         )
-    return _located(name, given, locate) if isinstance(given, str) else given
+    if detail not in (None, "auto", "high", "low", "original"):
+        raise InvalidRequestError(
+            f'{name}: the detail of a picture is "low", "high" or "auto", got {shown(detail)}'
+        )
+    found = _located(name, given, locate) if isinstance(given, str) else given
+    return LowDetail(found) if detail == "low" else found
 
 
 def _source(name: str, source: Any) -> Any:
@@ -135,28 +152,47 @@ def _source(name: str, source: Any) -> Any:
     )
 
 
-def _located(name: str, url: str, locate: Locate) -> Any:
-    scheme = url[:8].partition(":")[0].lower()
+def _located(name: str, given: str, locate: Locate) -> Any:
+    url = given.strip()
+    scheme, colon, rest = url[:_MAX_SCHEME].partition(":")
+    scheme = scheme.lower() if colon else ""
     if scheme == "data":
         head, comma, data = url.partition(",")
         if not comma:
             raise InvalidRequestError(
                 f"{name}: a data: address is data:image/png;base64,..., got {shown(url[:60])}"
             )
-        if head.endswith(";base64"):
-            return _decoded(name, data)
+        if head.lower().endswith(";base64"):
+            return _decoded(name, unquote(data) if "%" in data else data)
         return unquote_to_bytes(data)
-    if scheme in ("http", "https"):
+    if scheme == "file":
+        return locate(_path(name, url))
+    if rest.startswith("//"):
         raise InvalidRequestError(
             f"{name}: {shown(url)} is an address, and nothing is fetched: download the picture, "
             "and send it as data:image/png;base64,..."
         )
-    return locate(unquote(urlsplit(url).path) if scheme == "file" else url)
+    return locate(given)
+
+
+def _path(name: str, url: str) -> str:
+    """Return the path of an address file:."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = None
+    if parts is None or parts.netloc.lower() not in ("", "localhost"):
+        raise InvalidRequestError(
+            f"{name}: a file: address is file:///path of this machine, got {shown(url)}"
+        )
+    return unquote(parts.path)
 
 
 def _decoded(name: str, data: str) -> bytes:
+    """Return the bytes of base64, also of its alphabet for addresses, and without its end."""
+    plain = "".join(data.split()).translate(_OF_ADDRESSES).rstrip("=")
     try:
-        return base64.b64decode("".join(data.split()), validate=True)
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(f"{name}: the picture is not valid base64: {error}") from error
 

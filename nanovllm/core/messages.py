@@ -26,6 +26,12 @@ class AdapterSlot(NamedTuple):
     digest: str  # of the adapter's files, in hexadecimal
 
 
+class LowDetail(NamedTuple):
+    """A picture of a prompt of which the model need not see more than 512 x 512 pixels."""
+
+    content: Any
+
+
 class InputSpan(NamedTuple):
     """Tokens of a prompt that stand for something else than their ids say, such as a picture."""
 

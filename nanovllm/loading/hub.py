@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ class Checkpoint:
     """Of a GGUF file what it recommends for sampling, in the same names."""
     tokenizer_path: Path | None = None
     """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
+
+    @cached_property
+    def processor(self) -> dict[str, Any]:
+        """What is said of resizing pictures; {} if nothing is."""
+        found = read_json(self.path / "preprocessor_config.json")
+        if not found:
+            found = read_json(self.path / "processor_config.json").get("image_processor") or {}
+        return found
 
     def __post_init__(self) -> None:
         self.eos_token_ids  # noqa: B018 - raises for invalid ids

@@ -57,6 +57,16 @@ def test_all_parts_of_conversations_are_one_picture(
         {"type": "image_url", "image_url": URL},
         {"type": "image_url", "image_url": {"url": f"file://{quote(str(path))}"}},
         {"type": "image_url", "image_url": {"url": "data:image/png," + quote(FILE)}},
+        *(
+            {"type": "image_url", "image_url": {"url": url}}
+            for url in (
+                f" DATA:IMAGE/PNG;BASE64,{BASE64}\n",
+                f"data:;base64,{BASE64[:9]}\r\n {BASE64[9:]}",
+                f"data:text/html;charset=utf-8;base64,{quote(BASE64, safe='')}",
+                f"data:image/png;base64,{base64.urlsafe_b64encode(FILE).decode().rstrip('=')}",
+                f"file://localhost{quote(str(path))}",
+            )
+        ),
         {"type": "input_image", "image_url": URL, "detail": "high"},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
     ):
@@ -85,6 +95,14 @@ def test_token_ids_have_one_soft_token_or_all(llm: LLM, expected: Any) -> None:
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "none of PNG"),
         ({"type": "image_url", "image_url": {"url": "data:;base64"}}, "base64,..., got"),
         ({"type": "image_url"}, "a picture without content"),
+        ({"type": "image_url", "image_url": "S3://a/b.png"}, "nothing is fetched"),
+        ({"type": "image_url", "image_url": "file://host/a.png"}, "file:///path of this machine"),
+        ({"type": "image_url", "image_url": "file://["}, "file:///path of this machine"),
+        ({"type": "image_url", "image_url": "a\0b"}, "there is no file"),
+        ({"type": "image_url", "image_url": "a" * 5000}, "cannot read"),
+        ({"type": "image_url", "image_url": "~nobody-here/a.png"}, "is no path"),
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "all"}}, '"low", "high" or'),
+        ({"type": "input_image", "image_url": URL, "detail": 1}, '"low", "high" or "auto", got 1'),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "the source of a picture"),
         ({"type": "image", "image": "no/such.png"}, "there is no file"),
         ({"type": "image", "image": 5}, "got int"),
@@ -140,6 +158,30 @@ def test_the_result_of_a_tool_may_be_a_picture(llm: LLM) -> None:
     system = [{"role": "system", "content": [{"type": "image", "image": FILE}]}, *messages]
     with pytest.raises(InvalidRequestError, match="pictures belong to messages of the user"):
         llm.render(system)
+
+
+def test_low_detail(llm: LLM) -> None:
+    """A picture fits into 512 x 512 pixels then; one that does so anyway stays the same."""
+    (pad,) = llm.engine.input_processor.encode(PAD, rendered=True)
+    for picture, high, low in (
+        (noise(8, 704), 88, 64),
+        (noise(704, 8), 88, 64),
+        (noise(8, 512), 64, 64),
+    ):
+        url = f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
+        for part in (
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "input_image", "image_url": url},
+            {"type": "image", "image": picture},
+        ):
+            found = []
+            for detail in ("auto", "high", "low"):
+                more = {"image_url": {"url": url, "detail": detail}}
+                if part["type"] != "image_url":
+                    more = {"detail": detail}
+                message = {"role": "user", "content": [{**part, **more}]}
+                found.append(llm.render([message]).count(pad))
+            assert found == [high, high, low]
 
 
 def test_limits(make_llm: Any, qwen: Any, llm: LLM) -> None:

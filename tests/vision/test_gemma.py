@@ -31,18 +31,14 @@ from nanovllm.features.vision.family import VisionFamily
 from nanovllm.features.vision.gemma3 import Gemma3
 from nanovllm.features.vision.gemma4 import Gemma4, Gemma4Unified
 from nanovllm.kernels.cpu.library import library
+from tests.vision import asking
 from tests.vision.pictures import add_tokenizer
 
 SOFT = 90
 TEXT: dict[str, Any] = {
+    **asking.TEXT,
+    "pad_token_id": 0,
     "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
     "sliding_window": 10,  # shorter than the pictures
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }

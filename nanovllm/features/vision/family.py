@@ -7,11 +7,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanovllm.errors import CheckpointError, InvalidRequestError
-from nanovllm.loading.files import read_json
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_float, check_int
@@ -221,15 +219,7 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
     module, _, name = place.partition(":")
     found = importlib.import_module(f"nanovllm.features.vision.{module}")
     family: type[VisionFamily] = getattr(found, name)
-    return family(fields, _processor(checkpoint.path))
-
-
-def _processor(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint says of resizing pictures; {} if it says nothing."""
-    found = read_json(path / "preprocessor_config.json")
-    if not found:
-        found = read_json(path / "processor_config.json").get("image_processor") or {}
-    return found
+    return family(fields, checkpoint.processor)
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from nanovllm.core.messages import InputSpan
+from nanovllm.core.messages import InputSpan, LowDetail
 from nanovllm.engine.input_checks import PromptLimit
 from nanovllm.engine.prompt import Prompt, PromptTokens
 from nanovllm.errors import InvalidRequestError
@@ -20,6 +20,8 @@ from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.config import Config
 from nanovllm.options.validation import shown
 
+LOW_DETAIL = 512
+"""Pixels of the longer side of a picture of which a request wants to see little."""
 _RULES = "1"
 """Changes when the same file would become other pixels: it is a part of the digests."""
 
@@ -110,12 +112,15 @@ class VisionRequests:
     def _open(self, index: int, given: Any, prompt: Prompt) -> "OpenedPicture":
         """Return what a picture becomes in the prompt, and for the tower."""
         options = {**self._options, **prompt.picture_options}
+        is_low = isinstance(given, LowDetail)
 
         def choose(width: int, height: int) -> Layout:
+            if is_low and (most := max(width, height)) > LOW_DETAIL:
+                width, height = (-(-LOW_DETAIL * side // most) for side in (width, height))
             return self._layout(width, height, options)
 
         try:
-            found = _content(given)
+            found = _content(given.content if is_low else given)
             if isinstance(found, bytes):
                 layout, views = self._process.resized(found, choose, self._wanted)
             else:
@@ -295,7 +300,7 @@ def _content(given: Any) -> Image.Image | bytes:
             "give a PIL image, the bytes of a file, its path, or a numpy array, got "
             f"{type(given).__name__}"
         )
-    if str(given).startswith(("http://", "https://")):
+    if str(given).lower().startswith(("http://", "https://")):
         raise pixels.PictureError(
             f"{shown(str(given))} is an address, and nothing is fetched: download it, and give the "
             "file or its bytes"

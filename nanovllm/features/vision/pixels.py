@@ -5,6 +5,7 @@ This file also runs alone, in the process that opens files: it imports nothing o
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,19 @@ RESAMPLE = {
 }
 _MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "La", "CMYK", "YCbCr", "LAB"))
 _WITH_ALPHA = frozenset(("LA", "PA", "RGBA", "RGBa", "La"))
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_OTHERS = {
+    "AVIF": rb".{4}ftypavi",
+    "HEIC": rb".{4}ftyp(hei|hev|mif|msf)",
+    "a video": rb".{4}ftyp|\x1aE\xdf\xa3",
+    "JPEG 2000": rb".{4}jP  |\xffO\xffQ",
+    "JPEG XL": rb".{4}JXL |\xff\x0a",
+    "PDF": rb"%PDF",
+    "an icon": rb"\0\0\x01\0",
+    "HTML": rb"[^<]*<(!DOCTYPE )?html",
+    "SVG": rb"[^<]*<(svg|[?!].*<svg)",
+}
+"""Files that people take for pictures, and how they begin."""
 
 Box = tuple[int, int, int, int]
 
@@ -36,6 +50,8 @@ def opened(data: bytes) -> Image.Image:
     Raises:
         PictureError: it is too large, of another format, or damaged.
     """
+    if not data:
+        raise PictureError("it is empty")
     if len(data) > MAX_BYTES:
         raise PictureError(
             f"it has {len(data)} bytes, at most {MAX_BYTES >> 20} MiB are read: make it smaller"
@@ -44,14 +60,46 @@ def opened(data: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         check_size(image.width, image.height)
         image.load()
-        return as_rgb(ImageOps.exif_transpose(image))
+        _check_tiff(image)
+        _turn(image)
+        return as_rgb(image)
     except UnidentifiedImageError:
-        raise PictureError(f"it is none of {', '.join(FORMATS)}") from None
+        raise PictureError(f"it is none of {', '.join(FORMATS)}{_but(data)}") from None
     except PictureError:
         raise
     except Exception as error:  # decoders raise all kinds for damaged files
         reason = f"{error}"[:200] or type(error).__name__
         raise PictureError(f"it is damaged, or not supported: {reason}") from error
+
+
+def _but(data: bytes) -> str:
+    """Return what a file is that is none of FORMATS, if that is known."""
+    for kind, pattern in _OTHERS.items():
+        if re.match(pattern, data[:1000], re.DOTALL | re.IGNORECASE):
+            return f", but {kind}: save it as PNG or JPEG"
+    return ""
+
+
+def _check_tiff(image: Image.Image) -> None:
+    """Raise PictureError for greys that Pillow would take for others."""
+    tags = getattr(image, "tag_v2", None)
+    if tags is None or image.mode not in _DEEP:
+        return
+    bits, is_negative, form = (tags.get(tag, (1,)) for tag in (258, 262, 339))
+    is_signed = tuple(form) != (1,)
+    if tuple(bits) != (16,) or is_signed or is_negative == 0:
+        kind = f"{bits[0]} bits" + ", signed" * is_signed + ", white as 0" * (is_negative == 0)
+        raise PictureError(f"it is a grey TIFF of {kind}: save it in 8 bits")
+
+
+def _turn(image: Image.Image) -> None:
+    """Turn a picture upright in place, if its EXIF data is whole and says how."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # what is said beside the picture is damaged, and it is not
+        pass
 
 
 def check_size(width: int, height: int) -> None:
@@ -69,13 +117,13 @@ def as_rgb(image: Image.Image) -> Image.Image:
     Raises:
         PictureError: its numbers are no brightness of 8 or 16 bits.
     """
-    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):
-        import numpy as np
-
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
+    if image.mode in _DEEP:
+        image = image.convert("I")
+        extrema: Any = image.getextrema()
+        low, high = extrema
+        if low < 0 or high > 65535:
             raise PictureError("its numbers have more than 16 bits")
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+        image = image.point(lambda value: value / 257 + 0.5).convert("L")
     if image.mode not in _MODES:
         raise PictureError(f"its mode is {image.mode}, which is no picture in 8 or 16 bits")
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
