@@ -93,6 +93,12 @@ class EngineArgs(Config):
     def __init__(self, model: str | None = None, **options: Any) -> None:
         super().__init__(model=model or demo_model.default_model(), **_asked_for(options))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change an option: vLLM's scripts do so."""
+        changed = Config(**_asked_for({**_options(self), name: value}))
+        if hasattr(changed, name):  # else it is an option of vLLM's that changes nothing
+            object.__setattr__(self, name, getattr(changed, name))
+
     @staticmethod
     def add_cli_args(parser: Parser, **_: Any) -> Parser:
         """Add a flag for each option to a parser, or to a group of its arguments."""
@@ -304,6 +310,9 @@ class TextPrompt(TypedDict):
     """A prompt of text."""
 
     prompt: str
+    multi_modal_data: NotRequired[dict[str, Any]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -312,6 +321,9 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, Any]]
     cache_salt: NotRequired[str]
 
 

@@ -61,6 +61,11 @@ def make_prompt(given: PromptInput) -> Prompt:
     salt = _salt(fields.pop("cache_salt", None))
     pictures = _pictures(fields.pop("multi_modal_data", {}))
     options = fields.pop("mm_processor_kwargs", {})
+    if fields.pop("multi_modal_uuids", None) and not pictures:
+        raise InvalidRequestError(
+            "multi_modal_uuids names pictures that are not in multi_modal_data: give them each "
+            "time; one that was encoded before is known by its pixels"
+        )
     if not isinstance(options, Mapping):
         raise InvalidRequestError(f"mm_processor_kwargs must be a dictionary, got {shown(options)}")
     unknown = [key for key in fields if key not in ("prompt", "prompt_token_ids")]

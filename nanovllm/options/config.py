@@ -109,7 +109,7 @@ def _quantization(error: Error, name: str, value: Any) -> str:
 def _picture_limit(error: Error, name: str, value: Any) -> dict[str, Any]:
     given = check_json_object(error, name, value)
     for kind, most in given.items():
-        if kind not in ("image", "video", "audio"):
+        if kind not in ("image", "video", "audio", "vision_chunk"):
             raise error(f'{name} has no field {shown(kind)}; it is {{"image": a number}}')
         check_int(error, f"{name}: {kind}", most, 0, _INT32)
     return given

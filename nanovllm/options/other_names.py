@@ -147,7 +147,8 @@ OTHER_NAMES: Mapping[str, dict[str, OtherName]] = {
             "enable_chunked_prefill use_v2_block_manager": (True,),
             "swap_space cpu_offload_gb node_rank": (0,),
             "pipeline_parallel_size data_parallel_size nnodes num_scheduler_steps": (1,),
-            "max_cpu_loras code_revision served_model_name": (...,),
+            """max_cpu_loras code_revision served_model_name mm_processor_cache_gb
+            mm_encoder_tp_mode skip_mm_profiling""": (...,),
             "tokenizer_mode model_impl": ("auto", "hf", "vllm"),
             "task runner convert": ("auto", "none", "generate", "embed", "pooling", "score"),
             "torch_dtype device_map guided_decoding_backend moe_backend": ("auto",),

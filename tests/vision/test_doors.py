@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nanovllm import LLM
+from nanovllm import LLM, vllm
 from nanovllm.errors import InvalidRequestError
 from tests.vision.pictures import PARAMS, noise, told
 from tests.vision.qwen import PAD, PICTURE
@@ -158,6 +158,30 @@ def test_the_result_of_a_tool_may_be_a_picture(llm: LLM) -> None:
     system = [{"role": "system", "content": [{"type": "image", "image": FILE}]}, *messages]
     with pytest.raises(InvalidRequestError, match="pictures belong to messages of the user"):
         llm.render(system)
+
+
+def test_scripts_of_vllm(qwen: Any) -> None:
+    """What those with pictures set and give besides, and what they lack then."""
+    args = vllm.EngineArgs(
+        str(qwen("qwen3_vl")),
+        max_model_len=128,
+        num_kvcache_blocks=8,
+        kvcache_block_size=32,
+        mm_processor_kwargs={"min_pixels": 784, "max_pixels": 4000, "fps": 1},
+        limit_mm_per_prompt={"image": 1},
+    )
+    none = {"image": 0, "video": 0, "audio": 0, "vision_chunk": 0}
+    args.limit_mm_per_prompt = none | dict(args.limit_mm_per_prompt or {})
+    args.mm_processor_cache_gb = 4
+    llm = vllm.LLM.from_engine_args(args)
+    params = vllm.SamplingParams(temperature=0.2, max_tokens=4)
+    uuids = {"image": "uuid_0"}
+    given = {"prompt": PICTURE, "multi_modal_data": {"image": FILE}, "multi_modal_uuids": uuids}
+    (output,) = llm.generate(given, sampling_params=params, lora_request=None)
+    assert len(output.prompt_token_ids) == 2 + 15
+    with pytest.raises(InvalidRequestError, match="give them each time"):
+        llm.generate({**given, "multi_modal_data": {"image": None}}, params)
+    llm.shutdown()
 
 
 def test_low_detail(llm: LLM) -> None:

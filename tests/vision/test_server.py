@@ -63,6 +63,13 @@ def test_chat(server: Running, expected: tuple[str, int]) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     reply = server.send("/tokenize", {"messages": messages})
     assert reply.body["count"] == num_tokens
+    engine: Any = server.state.llm.engine
+    before = engine.scheduler.hooks[-1].num_encoded
+    messages += [answer.choices[0].message, {"role": "user", "content": "Why?"}]
+    more = client.chat.completions.create(model=model, messages=messages, **GREEDY)
+    assert more.usage is not None
+    assert more.usage.prompt_tokens > num_tokens + 6
+    assert engine.scheduler.hooks[-1].num_encoded == before  # a second turn encodes nothing
     local = [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}, PARTS[1]]}]
     answer = client.chat.completions.create(model=model, messages=local, **GREEDY)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == text
@@ -82,6 +89,15 @@ def test_responses(server: Running, expected: tuple[str, int]) -> None:
     assert found.output_text == expected[0]
     assert found.usage is not None
     assert found.usage.input_tokens == expected[1]
+    long = base64.b64encode(png(noise(8, 704))).decode()
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{long}"}
+    counts = []
+    for detail in ("high", "low"):
+        content: Any = [{**part, "detail": detail}]
+        small = client.responses.create(input=[{"role": "user", "content": content}], **options)
+        assert small.usage is not None
+        counts.append(small.usage.input_tokens)
+    assert counts[0] - counts[1] == 88 - 64
     items += [
         {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": parts[:1]},

@@ -26,6 +26,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """The mean and standard deviation of colours that CLIP was trained with, and many since."""
 
+_OF_VIDEOS = ("fps", "num_frames", "do_sample_frames")
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
@@ -223,9 +224,9 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:
-    """Raise InvalidRequestError if `options` has another name than those known."""
+    """Raise InvalidRequestError if `options` has another name than those known, or of videos."""
     for name in options:
-        if name not in known:
+        if name not in (*known, *_OF_VIDEOS):
             raise InvalidRequestError(
                 f"mm_processor_kwargs has {name!r}, which this model does not know; it knows "
                 f"{', '.join(known) or 'none'}"
