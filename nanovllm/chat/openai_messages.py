@@ -50,6 +50,11 @@ def fields_of(given: Any) -> Any:
     return given.model_dump() if is_model else given
 
 
+def listed(value: Any) -> Any:
+    """Return an array as a list: pandas and Ray Data make arrays of the lists in a file."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def prepared(
     messages: Any, pictures: list[Any] | None = None, locate: Locate = anywhere
 ) -> list[dict[str, Any]]:
@@ -67,6 +72,7 @@ def prepared(
     Raises:
         InvalidRequestError: this is not a conversation, or a message is invalid.
     """
+    messages = listed(messages)
     if not isinstance(messages, Seq) or not messages or not all(map(is_message, messages)):
         raise InvalidRequestError(
             f'a conversation is a list of {{"role": ..., "content": ...}}, got {shown(messages)}'
@@ -145,6 +151,7 @@ class _Parts(NamedTuple):
 def _content(name: str, given: Any, role: str, parts: _Parts) -> str:
     if given is None and role in ("assistant", "tool", "function"):
         return ""  # there are calls instead, or nothing to return
+    given = listed(given)
     if isinstance(given, list | tuple):
         return parts.content(name, given, role)
     if not isinstance(given, str):

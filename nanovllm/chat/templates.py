@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any
 
-from nanovllm.chat.openai_messages import fields_of, is_message, prepared
+from nanovllm.chat.openai_messages import fields_of, is_message, listed, prepared
 from nanovllm.chat.pictures import Locate, Rendered, Show, anywhere, forms, hide, with_pictures
 from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
 from nanovllm.chat.template_shape import TemplateShape, find_shape
@@ -46,6 +46,7 @@ def as_conversations(messages: Any) -> Any:
     Raises:
         InvalidRequestError: it is neither.
     """
+    messages = listed(messages)
     if not isinstance(messages, list | tuple):
         raise InvalidRequestError(
             f"messages must be a conversation or a list of them, got {shown(messages)}"

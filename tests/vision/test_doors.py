@@ -73,6 +73,20 @@ def test_all_parts_of_conversations_are_one_picture(
         assert chat(llm, part) == expected, part
 
 
+def test_conversations_in_tables(llm: LLM, expected: tuple[list[int], float]) -> None:
+    """pandas and Ray Data make arrays of the lists in a file, and all parts have all fields."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parts = [
+        {"type": "image_url", "image_url": {"url": URL, "detail": None}, "text": None},
+        {"type": "text", "image_url": None, "text": "What is it?"},
+    ]
+    table = pyarrow.Table.from_pylist([{"messages": [{"role": "user", "content": parts}]}] * 2)
+    column = table.column("messages").to_numpy()
+    assert [told(found) for found in llm.chat(column, PARAMS, use_tqdm=False)] == [expected] * 2
+    (alone,) = llm.chat(column[0], PARAMS, use_tqdm=False)
+    assert told(alone) == expected
+
+
 def test_token_ids_have_one_soft_token_or_all(llm: LLM, expected: Any) -> None:
     text = f"<|im_start|>user\n{PICTURE}What is it?<|im_end|>\n<|im_start|>assistant\n"
     ids = llm.engine.input_processor.encode(text, rendered=True)
