@@ -48,6 +48,10 @@ def test_answers_are_those_of_transformers(
         llm.generate(given, PARAMS, use_tqdm=False) for llm in (whole, whole, cut)
     )
     assert sum(output.num_cached_tokens for output in second) >= 96
+    grown = prompt("first")  # a later turn brings another picture
+    grown["prompt"] += f" {TEXT}{PICTURE}"
+    grown["multi_modal_data"]["image"].append(noise(24, 8))
+    assert whole.generate(grown, PARAMS, use_tqdm=False)[0].num_cached_tokens >= 32
     for name, *outputs in zip(PROMPTS, first, second, third, strict=True):
         pictures = prompt(name)["multi_modal_data"]["image"]
         tokens, total, _ = by_transformers(theirs, outputs[0].prompt_token_ids, pictures)
@@ -72,7 +76,8 @@ def test_bits_do_not_depend_on_how_a_prompt_is_computed(
     given = [prompt(name) for name in ("middle", "two", "first")]
     alone = make_llm(path, dtype="bfloat16", enforce_eager=True)
     expected = [told(alone.generate(each, PARAMS, use_tqdm=False)[0]) for each in given]
-    texts = [TEXT * 3, *given, TEXT]
+    texts: list[Any] = [TEXT * 3, *given, TEXT]
+    told_text = [told(alone.generate(each, PARAMS, use_tqdm=False)[0]) for each in texts[::4]]
     for options in (
         {},
         {"max_num_batched_tokens": 7},
@@ -83,6 +88,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_computed(
         for _ in range(2):
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [told(output) for output in outputs[1:4]] == expected, options
+            assert [told(output) for output in outputs[::4]] == told_text, options
     several = llm.generate(given, PARAMS.clone(n=2), use_tqdm=False)
     for output, (tokens, _) in zip(several, expected, strict=True):
         assert [completion.token_ids for completion in output.outputs] == [tokens] * 2
@@ -129,6 +135,17 @@ def test_soft_tokens_of_text_stay_text(llm: LLM) -> None:
     assert output.prompt_token_ids.count(pad) == 3 + 6
     plain = llm.chat([{"role": "user", "content": f"Is {PAD} a word?"}], PARAMS, use_tqdm=False)[0]
     assert plain.prompt_token_ids.count(pad) == 1
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": f"{PAD}?"},
+        {"role": "assistant", "content": f"{PICTURE}!", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": f"{PAD} {PAD}"},
+    ]
+    ids = llm.render([*history, {"role": "user", "content": content}])
+    assert ids.count(pad) == 4 + 3 + 6
+    last = llm.engine.input_processor.tokenizer.decode(ids, skip_special_tokens=False)  # type: ignore[union-attr]
+    shown = f"Is {PAD} or {PICTURE} a word?<|vision_start|>{PAD * 6}<|vision_end|>{PAD}?<|im_end|>"
+    assert shown in last  # each at its place
 
 
 def test_only_equal_pictures_share_blocks(llm: LLM) -> None:
@@ -151,3 +168,8 @@ def test_only_equal_pictures_share_blocks(llm: LLM) -> None:
     assert cached(first, turned) == 64  # of the first picture
     assert cached(first, second) == 160
     assert cached(first, second, max_pixels=1000) == 0
+    late = first.copy()
+    late.putpixel((159, 31), (1, 2, 3))
+    assert cached(late, second) == 0
+    assert cached(turned, second) == 0
+    assert cached(turned.transpose(Image.Transpose.ROTATE_90), second) == 0  # of the same bytes

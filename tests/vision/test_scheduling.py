@@ -189,3 +189,16 @@ def test_a_large_picture_shares_steps_with_others() -> None:
         steps += 1
     # A layer of 20 patches costs 20 * (10 + 2 * 20) / 30 tokens, more than a step has.
     assert steps == INFO.num_layers + 1
+
+
+def test_text_pays_nothing() -> None:
+    """Steps without pictures carry nothing of them."""
+    engine = PictureEngine(max_num_batched_tokens=10, max_model_len=24)
+    engine.add([1, 2, 3], 6)
+    schedules = []
+    fill = engine.hook.fill_step
+    engine.hook.fill_step = lambda given: schedules.append(fill(given)) or schedules[-1]  # type: ignore[method-assign,func-returns-value]
+    for _ in range(4):
+        engine.step()
+    assert schedules
+    assert all(schedule.extras is None for schedule in schedules)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu.library import library
+from nanovllm.options.lora_request import LoRARequest
+from tests.lora.adapters import linears_of, merge, write_adapter
 from tests.vision.pictures import PARAMS, noise, told
 from tests.vision.qwen import PICTURE
 
@@ -95,6 +97,22 @@ def test_grammars_and_prompt_logprobs(qwen: Any, make_llm: Make) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
     assert output.outputs[0].text in ("yes", "no")
+
+
+def test_adapters_of_the_text_model(qwen: Any, make_llm: Make, tmp_path: Path) -> None:
+    """With a picture, they do what their weights do when added to the model's."""
+    path = qwen("qwen3_vl")
+    linears = linears_of(str(path))
+    adapter = write_adapter(tmp_path / "adapter", linears, size=1.0)
+    merged = merge(str(path), adapter, tmp_path / "merged", lambda _: 2.0)
+    llm = make_llm(path, dtype="float32", enable_lora=True)
+    plain = told(llm.generate(PROMPT, PARAMS, use_tqdm=False)[0])
+    request = LoRARequest("a", 1, adapter)
+    (output,) = llm.generate(PROMPT, PARAMS, use_tqdm=False, lora_request=request)
+    tokens, total = told(output)
+    expected, expected_total = answers(make_llm(Path(merged), dtype="float32"))[0]
+    assert tokens == expected != plain[0]
+    assert total == pytest.approx(expected_total, abs=1e-3)
 
 
 @pytest.mark.long
