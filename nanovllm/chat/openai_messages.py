@@ -133,8 +133,9 @@ class _Parts(NamedTuple):
     def content(self, name: str, given: Seq[Any], role: str) -> str:
         """Return the content of a message of parts."""
         plain = [fields_of(part) for part in given]
+        reads = "text only" if self.pictures is None else "text and pictures only"
         if self.pictures is None or not any(map(is_picture, plain)):
-            return "\n".join(_text(name, part) for part in plain)  # as vLLM joins them
+            return "\n".join(_text(name, part, reads) for part in plain)  # as vLLM joins them
         if role not in ("user", "tool", "function"):
             raise InvalidRequestError(
                 f"{name} has a picture, and its role is {shown(role)}: pictures belong to messages "
@@ -144,7 +145,7 @@ class _Parts(NamedTuple):
         for part in plain:
             if is_picture(part):
                 self.pictures.append(picture_of(name, part, self.locate))
-            texts.append(None if is_picture(part) else _text(name, part))
+            texts.append(None if is_picture(part) else _text(name, part, reads))
         return with_marks(texts)
 
 
@@ -161,15 +162,15 @@ def _content(name: str, given: Any, role: str, parts: _Parts) -> str:
     return given
 
 
-def _text(name: str, given: Any) -> str:
-    """Return the text of a content part."""
+def _text(name: str, given: Any, reads: str) -> str:
+    """Return the text of a content part. `reads` is what the model reads."""
     if isinstance(given, str):
         return given
     part = given if isinstance(given, Mapping) or not is_message(given) else given.model_dump()
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
         raise InvalidRequestError(
-            f"{name} has a content part of type {shown(kind)}, but the model reads text only: "
+            f"{name} has a content part of type {shown(kind)}, but the model reads {reads}: "
             f'give {{"type": "text", "text": ...}}, got {shown(given)}'
         )
     key = _TEXT_OF_PART[kind]

@@ -250,14 +250,14 @@ class InputProcessor:
         text, pictures, places = self.chat.render(messages, options, **more)
         return Prompt(text, rendered=True, pictures=pictures, marker_places=places)
 
-    def open_pictures(self, prompt: Prompt) -> Prompt:
-        """Return a prompt whose pictures are opened, which may take seconds, so that a request with
-        it is made at once.
+    def open_picture(self, prompt: Prompt, index: int) -> Prompt:
+        """Return a prompt of which one more picture is opened, which may take seconds, so that a
+        request with it is made at once.
 
         Raises:
-            InvalidRequestError: a picture cannot be read, or the model reads none.
+            InvalidRequestError: the picture cannot be read, or the model reads none.
         """
-        return self.vision.open_all(prompt) if prompt.pictures else prompt
+        return self.vision.open(prompt, index, self.limit)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt of text.
@@ -322,11 +322,11 @@ class InputProcessor:
         """Return what the model reads of a prompt."""
         kept = params.truncate_prompt_tokens
         if prompt.pictures:
-            if kept is not None:
+            read = self.vision.see(prompt, self.limit)
+            if kept is not None and len(read.token_ids) > (self.limit.most if kept == -1 else kept):
                 raise InvalidRequestError(
                     "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
                 )
-            read = self.vision.see(prompt, self.limit)
         else:
             read = PromptTokens(list(self._tokenize(prompt, kept)))
         token_ids = self.limit.checked_tokens(read.token_ids, kept)

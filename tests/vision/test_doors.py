@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -122,7 +123,7 @@ def test_token_ids_have_one_soft_token_or_all(llm: LLM, expected: Any) -> None:
         ({"type": "image", "image": 5}, "got int"),
         ({"type": "image", "image": np.zeros((2, 2, 3))}, "must be uint8"),
         ({"type": "image", "image": noise(2, 401)}, "one side may be at most 200"),
-        ({"type": "audio", "audio": "a"}, "content part of type 'audio'"),
+        ({"type": "audio", "audio": "a"}, "type 'audio', but the model reads text and pictures"),
     ],
 )
 def test_what_is_no_picture_is_refused_by_name(llm: LLM, part: Any, message: str) -> None:
@@ -140,7 +141,11 @@ def test_markers_must_be_as_many_as_pictures(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="max_pixel'.* min_pixels, max_pixels"):
         llm.generate({**given, "prompt": PICTURE, "mm_processor_kwargs": {"max_pixel": 1}}, PARAMS)
     with pytest.raises(InvalidRequestError, match="would cut pictures"):
-        llm.generate({**given, "prompt": PICTURE}, PARAMS.clone(truncate_prompt_tokens=4))
+        llm.generate({**given, "prompt": PICTURE}, PARAMS.clone(truncate_prompt_tokens=16))
+    for kept in (17, -1):
+        params = PARAMS.clone(truncate_prompt_tokens=kept)
+        (output,) = llm.generate({**given, "prompt": PICTURE}, params, use_tqdm=False)
+        assert len(output.prompt_token_ids) == 17
 
 
 def test_the_result_of_a_tool_may_be_a_picture(llm: LLM) -> None:
@@ -238,10 +243,20 @@ def test_limits(make_llm: Any, qwen: Any, llm: LLM) -> None:
     ):
         chat(make_llm(qwen("qwen3_vl"), max_image_tokens=19), picture)
     many = {"image": [noise(64, 88, seed) for seed in range(64)]}
+    given = {"prompt": PICTURE * 64, "multi_modal_data": many}
+    with pytest.raises(InvalidRequestError, match="its pictures have 440 tokens and more"):
+        llm.generate(given, PARAMS)
+    text = json.loads((qwen("qwen3_vl") / "config.json").read_text())["text_config"]
+    longer = {"text_config": {**text, "max_position_embeddings": 6000}}
+    large = make_llm(
+        qwen("qwen3_vl"),
+        encoder_cache_mib=1,
+        max_model_len=6000,
+        num_kvcache_blocks=188,
+        hf_overrides=longer,
+    )
     with pytest.raises(InvalidRequestError, match="have 5632 tokens.* fit into encoder_cache_mib"):
-        make_llm(qwen("qwen3_vl"), encoder_cache_mib=1).generate(
-            {"prompt": PICTURE * 64, "multi_modal_data": many}, PARAMS
-        )
+        large.generate(given, PARAMS)
     blind = make_llm(qwen("qwen3_vl"), limit_mm_per_prompt={"image": 0})
     with pytest.raises(InvalidRequestError, match="was loaded without"):
         blind.generate({"prompt": PICTURE, "multi_modal_data": {"image": FILE}}, PARAMS)

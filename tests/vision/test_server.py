@@ -1,6 +1,9 @@
 """Pictures through the server: the routes of OpenAI and Anthropic, by their own clients."""
 
 import base64
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from anthropic import Anthropic
+from PIL import Image
 
 from nanovllm import LLM, AsyncLLM
 from tests.server.conftest import Running, running
@@ -35,6 +39,8 @@ def server(
 ) -> Iterator[Running]:
     media = tmp_path_factory.mktemp("media")
     (media / "a.png").write_bytes(FILE)
+    (media / "link.png").symlink_to("/etc/hostname")
+    (media / "loop.png").symlink_to(media / "loop.png")
     llm = AsyncLLM(str(qwen("qwen3_vl")), dtype="bfloat16", **FEW)
     with running(llm, allowed_local_media_path=str(media)) as found:
         yield found
@@ -140,6 +146,10 @@ def test_messages(server: Running, expected: tuple[str, int]) -> None:
         ("../a.png", "outside allowed_local_media_path"),
         ("file:///etc/hostname", "outside allowed_local_media_path"),
         ("none.png", "there is no file"),
+        ("link.png", "outside allowed_local_media_path"),
+        ("loop.png", "is no path"),
+        ("file:%2e%2e/a.png", "outside allowed_local_media_path"),
+        ("x" * 10**5, "File name too long$"),
         (f"data:image/png;base64,{BASE64[:60]}", "it is damaged"),
     ],
 )
@@ -149,8 +159,34 @@ def test_bad_pictures_are_the_fault_of_a_message(server: Running, url: str, word
         "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
     )
     assert reply.status == 400
-    assert words in reply.error["message"]
+    assert re.search(words, reply.error["message"])
     assert reply.error["param"] in ("messages", "messages[0]")
+
+
+def test_nothing_else_waits_for_large_pictures(server: Running) -> None:
+    """Nor does a small one for all that another request has."""
+    large = base64.b64encode(png(Image.new("L", (2500, 2500)))).decode()
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{large}"}}] * 2
+    ended: list[str] = []
+
+    def ask(name: str, content: Any) -> None:
+        messages = [{"role": "user", "content": content}]
+        reply = server.send("/v1/chat/completions", {"messages": messages, "max_tokens": 2})
+        assert reply.status == 200
+        ended.append(name)
+
+    threads = [threading.Thread(target=ask, args=("large", parts)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while not server.state.opening._jobs:  # two wait for the first
+        time.sleep(0.01)
+    threads += [threading.Thread(target=ask, args=("small", PARTS))]
+    threads[-1].start()
+    ask("text", "What?")
+    assert ended == ["text"]
+    for thread in threads:
+        thread.join()
+    assert ended.index("small") < 3
 
 
 def test_a_completion_has_no_picture(server: Running) -> None:

@@ -139,7 +139,7 @@ def prepare(
     params = generation.sampling_params(  # first, for its checks cost little
         server, body, default_max_tokens=most, logprobs=logprobs, **changes
     )
-    prompt = server.llm.engine.input_processor.open_pictures(render(server, body))
+    prompt = render(server, body)
     text = prompt.text or ""
     generation.check_logprobs(server, params, [len(text)])
     functions = body.functions
@@ -163,7 +163,8 @@ async def count_tokens(
     token_ids = server.llm.engine.input_processor.token_ids
     with naming_params(type(body).model_fields, field):
         place = generation.admit(request, 1)
-        return await place.prepare(lambda: len(token_ids(render(server, body))))
+        prompt = await place.prepare(render, server, body)
+        return len(await place.prepare(token_ids, await generation.opened(place, prompt)))
 
 
 class AnswerReader:

@@ -146,7 +146,7 @@ async def run(
         EngineDeadError: the engine is down.
     """
     await _compile_grammar(place, params)
-    return await _started(_outputs(place, prompt, params, stream))
+    return await _started(_outputs(place, await opened(place, prompt), params, stream))
 
 
 async def run_all(
@@ -212,6 +212,15 @@ async def _merged(
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def opened(place: AdmittedRequest, prompt: Prompt) -> Prompt:
+    """Return a prompt whose pictures are opened. Requests take turns with each picture."""
+    server = state_of(place.request)
+    for index in range(len(prompt.pictures)):
+        open_picture = server.llm.engine.input_processor.open_picture
+        prompt = await place.prepare(open_picture, prompt, index, pool=server.opening)
+    return prompt
 
 
 async def _compile_grammar(place: AdmittedRequest, params: SamplingParams) -> None:

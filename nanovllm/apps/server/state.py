@@ -75,6 +75,8 @@ class ServerState:
         """Why the engine is dead; None while it lives."""
         self.preparing = FairExecutor(2, "nanovllm-prepare")
         """Renders conversations, and tokenizes for /tokenize."""
+        self.opening = FairExecutor(1, "nanovllm-pictures")
+        """Opens pictures, so that nothing but other pictures waits for a heavy one."""
         self.compiling = FairExecutor(2, "nanovllm-grammar")
         """Compiles grammars, so that nothing but other grammars waits for a heavy one."""
         self.loading = FairExecutor(1, "nanovllm-adapters")

@@ -70,7 +70,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     server.check_model(body.model)
     place = generation.admit(request, 1)
     with naming_params(TokenizeRequest.model_fields, "messages" if body.messages else "prompt"):
-        tokens, texts = await place.prepare(_tokenize, server, body)
+        prompt = await generation.opened(place, await place.prepare(_prompt, server, body))
+        tokens, texts = await place.prepare(_tokenize, server, body, prompt)
     answer = {"count": len(tokens), "max_model_len": server.max_model_len, "tokens": tokens}
     return {**answer, "token_strs": texts}
 
@@ -84,12 +85,11 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str
     return {"prompt": await place.prepare(_detokenize, server, body.tokens)}
 
 
-def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-    """Return the token ids, and the text of each if asked for."""
-    processor = server.llm.engine.input_processor
+def _prompt(server: ServerState, body: TokenizeRequest) -> Prompt:
+    """Return the text or the conversation."""
     if body.messages is None:
         assert body.prompt is not None
-        processor.limit.check_text("the prompt", body.prompt)
+        server.llm.engine.input_processor.limit.check_text("the prompt", body.prompt)
         prompt = Prompt(body.prompt)
     else:
         prompt = render(
@@ -102,7 +102,14 @@ def _tokenize(server: ServerState, body: TokenizeRequest) -> tuple[list[int], li
         )
     if body.add_special_tokens is not None:
         prompt = dataclasses.replace(prompt, rendered=not body.add_special_tokens)
-    tokens = processor.token_ids(prompt)
+    return prompt
+
+
+def _tokenize(
+    server: ServerState, body: TokenizeRequest, prompt: Prompt
+) -> tuple[list[int], list[str] | None]:
+    """Return the token ids, and the text of each if asked for."""
+    tokens = server.llm.engine.input_processor.token_ids(prompt)
     if not body.return_token_strs:
         return tokens, None
     texts: list[str] = _tokenizer(server).convert_ids_to_tokens(tokens)

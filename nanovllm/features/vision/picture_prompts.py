@@ -11,7 +11,7 @@ from PIL import Image
 from nanovllm.core.messages import InputSpan, LowDetail
 from nanovllm.engine.input_checks import PromptLimit
 from nanovllm.engine.prompt import Prompt, PromptTokens
-from nanovllm.errors import InvalidRequestError
+from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, View, VisionFamily
 from nanovllm.features.vision.messages import NAME, Picture, PictureSpan, Pixels, rope_offset
@@ -79,11 +79,9 @@ class VisionRequests:
             InvalidRequestError: a picture cannot be read, or is too large; or there are not as many
                 markers as pictures.
         """
-        self._check_number(prompt)
-        read = [
-            given if isinstance(given, OpenedPicture) else self._open(index, given, prompt)
-            for index, given in enumerate(prompt.pictures)
-        ]
+        for index in range(len(prompt.pictures)):
+            prompt = self.open(prompt, index, limit)
+        read: Seq[OpenedPicture] = prompt.pictures
         layouts = [layout for layout, _ in read]
         if prompt.token_ids is None:
             assert prompt.text is not None
@@ -92,15 +90,27 @@ class VisionRequests:
             token_ids, places = self._expand_ids(list(prompt.token_ids), layouts)
         return self._placed(token_ids, places, read)
 
-    def open_all(self, prompt: Prompt) -> Prompt:
-        """Return a prompt whose pictures are opened, so that `see` does not wait for that.
+    def open(self, prompt: Prompt, index: int, limit: PromptLimit) -> Prompt:
+        """Return a prompt of which one more picture is opened, so that `see` does not wait for it.
 
         Raises:
-            InvalidRequestError: a picture cannot be read, or is too large.
+            InvalidRequestError: it cannot be read, or is too large, or those before it leave no
+                room for it.
         """
         self._check_number(prompt)
-        opened = [self._open(index, given, prompt) for index, given in enumerate(prompt.pictures)]
-        return dataclasses.replace(prompt, pictures=tuple(opened))
+        given = prompt.pictures[index]
+        if isinstance(given, OpenedPicture):
+            return prompt
+        opened = self._open(index, given, prompt)
+        before = [each for each in prompt.pictures if isinstance(each, OpenedPicture)]
+        num_tokens = sum(each.layout.num_tokens for each in (*before, opened))
+        if num_tokens > limit.most:  # or their pixels would take much memory
+            raise PromptTooLongError(
+                f"the prompt is too long: its pictures have {num_tokens} tokens and more; "
+                f"max_model_len {limit.max_model_len}: send fewer or smaller ones, or raise it"
+            )
+        pictures = (*prompt.pictures[:index], opened, *prompt.pictures[index + 1 :])
+        return dataclasses.replace(prompt, pictures=pictures)
 
     def _check_number(self, prompt: Prompt) -> None:
         if self._most is not None and len(prompt.pictures) > self._most:
@@ -314,7 +324,10 @@ def _content(given: Any) -> Image.Image | bytes:
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, pixels.PictureError):
             raise
-        raise pixels.PictureError(f"cannot read {shown(str(given))}: {error}") from error
+        reason = (
+            getattr(error, "strerror", None) or f"{error}"
+        )  # without the path, which may be long
+        raise pixels.PictureError(f"cannot read {shown(str(given))}: {reason}") from error
 
 
 def _picture(layout: Layout, parts: Seq[bytes], patch: int) -> Picture:
