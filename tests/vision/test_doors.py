@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from nanovllm import LLM, vllm
@@ -122,6 +123,11 @@ def test_token_ids_have_one_soft_token_or_all(llm: LLM, expected: Any) -> None:
         ({"type": "image", "image": "no/such.png"}, "there is no file"),
         ({"type": "image", "image": 5}, "got int"),
         ({"type": "image", "image": np.zeros((2, 2, 3))}, "must be uint8"),
+        ({"type": "image", "image": torch.zeros(3, 9, 9)}, "numpy array, got Tensor"),
+        (
+            {"type": "image", "image": Image.open(io.BytesIO(FILE[:-900]))},
+            "it is damaged: image file",
+        ),
         ({"type": "image", "image": noise(2, 401)}, "one side may be at most 200"),
         ({"type": "audio", "audio": "a"}, "type 'audio', but the model reads text and pictures"),
     ],

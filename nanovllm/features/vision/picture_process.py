@@ -93,7 +93,7 @@ def main(limits: "Limits", requests: IO[bytes], replies: IO[bytes]) -> None:
                 opened.append(pixels.opened(data))
                 return b"+" + json.dumps(opened[0].size).encode()
             views, resample = json.loads(data)
-            found: Seq[bytes] = pixels.resized(opened[0], views, resample)
+            found: Seq[bytes] = pixels.resized(opened.pop(), views, resample)
             return b"+" + b"".join(found)
         except pixels.PictureError as error:
             return b"-" + str(error).encode()

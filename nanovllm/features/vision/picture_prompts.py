@@ -300,10 +300,13 @@ def _content(given: Any) -> Image.Image | bytes:
     """
     if isinstance(given, Image.Image):
         pixels.check_size(given.width, given.height)
-        return pixels.as_rgb(given)
+        try:
+            return pixels.as_rgb(given)
+        except (OSError, SyntaxError) as error:  # its file is read here
+            raise pixels.PictureError(f"it is damaged: {error}") from error
     if isinstance(given, bytes | bytearray | memoryview):
         return bytes(given)
-    if hasattr(given, "shape") and hasattr(given, "dtype"):
+    if hasattr(given, "__array_interface__"):
         return pixels.from_array(given)
     if not isinstance(given, str | Path):
         raise pixels.PictureError(
