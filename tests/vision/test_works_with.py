@@ -1,5 +1,7 @@
 """Pictures together with what else an engine does."""
 
+import asyncio
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.features.vision.scheduling import EncoderHook
 from nanovllm.kernels.cpu.library import library
 from nanovllm.options.lora_request import LoRARequest
 from tests.lora.adapters import linears_of, merge, write_adapter
+from tests.vision.conftest import FEW
 from tests.vision.pictures import PARAMS, noise, told
 from tests.vision.qwen import PICTURE
 
@@ -113,6 +117,34 @@ def test_adapters_of_the_text_model(qwen: Any, make_llm: Make, tmp_path: Path) -
     expected, expected_total = answers(make_llm(Path(merged), dtype="float32"))[0]
     assert tokens == expected != plain[0]
     assert total == pytest.approx(expected_total, abs=1e-3)
+
+
+def test_requests_that_go_away_leave_nothing(qwen: Any) -> None:
+    """At any time: before, while or after their pictures are encoded, some of which they share."""
+    options = {**FEW, "dtype": "bfloat16", "max_num_batched_tokens": 48, "encoder_cache_mib": 1}
+    llm = AsyncLLM(str(qwen("qwen3_vl")), **options)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    rng = random.Random(0)
+
+    async def ask(index: int) -> str:
+        pictures = [noise(64, 80, rng.randrange(5)) for _ in range(rng.randint(1, 3))]
+        given = {"prompt": PICTURE * len(pictures), "multi_modal_data": {"image": pictures}}
+        try:
+            async with asyncio.timeout(rng.choice((0.01, 0.1, 0.3, 60))):
+                return (await llm.generate(given, params)).outputs[0].text
+        except TimeoutError:
+            return "gone"
+
+    async def storm() -> list[str]:
+        found = await asyncio.gather(*map(ask, range(40)))
+        await llm.check_health()  # after all that was sent to the engine's thread
+        return found
+
+    ends = asyncio.run(storm())
+    assert 0 < ends.count("gone") < len(ends)
+    (hook,) = (each for each in llm.engine.scheduler.hooks if isinstance(each, EncoderHook))
+    assert not any((hook._parked, hook._pinned, +hook._pins, hook._current))
+    llm.shutdown()
 
 
 @pytest.mark.long
