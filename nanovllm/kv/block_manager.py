@@ -4,10 +4,10 @@ The pool has the pages, the trie the keys of the prefix cache, and each group wh
 kind keep. `BlockManager` asks them all.
 """
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from functools import partial
 
-from nanovllm.core.messages import Admission, PageCopy, Row
+from nanovllm.core.messages import PageCopy
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.kv.groups.full import FullGroup
@@ -186,18 +186,10 @@ class BlockManager:
             most = group.row_length(seq, most)
         return most
 
-    def fill_step(
-        self,
-        rows: Seq[Row],
-        admissions: Seq[Admission],
-        sequences: Mapping[int, Sequence],
-        width: int,
-    ) -> StepPages:
-        """Return what the message of a step says of pages. See `KVCacheGroup.fill_step`."""
-        step = StepPages()
+    def fill_step(self, step: StepPages) -> None:
+        """Add all that the message of a step says of pages. See `KVCacheGroup.fill_step`."""
         for group in self.groups:
-            group.fill_step(step, rows, admissions, sequences, width)
-        return step
+            group.fill_step(step)
 
     def end_copies(self, copies: Seq[PageCopy]) -> None:
         """Learn that a step with these copies has succeeded."""

@@ -15,6 +15,7 @@ from nanovllm.core.messages import Admission, NewBlocks, Row, RowDetails, Schedu
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import PluginError
 from nanovllm.kv.block_manager import BlockManager
+from nanovllm.kv.groups.group import StepPages
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.fair_policy import FairPolicy
 from nanovllm.scheduler.policy import Policy
@@ -148,7 +149,8 @@ class Scheduler:
         if rows and self.drafting is not None:
             rows, new_blocks, may_draft = self.drafting.extend(rows, new_blocks, self._sequences)
         width = manager.blocks_for(self.max_model_len)
-        pages = manager.fill_step(rows, admissions, self._sequences, width)
+        pages = StepPages(rows, admissions, self._sequences, width)
+        manager.fill_step(pages)
         seqs = (self._sequences[row.seq_id] for row in rows)
         schedule = Schedule(
             next(self._step_ids),

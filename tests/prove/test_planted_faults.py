@@ -90,9 +90,11 @@ def takes_snapshots_a_token_late(patch: Patch) -> None:
         length = row_length(self, seq, most)
         return length + (length < most)
 
-    def late(self: StateGroup, step: Any, rows: Any, *more: Any) -> None:
-        rows = [row._replace(num_computed_tokens=row.num_computed_tokens - 1) for row in rows]
-        fill_step(self, step, rows, *more)
+    def late(self: StateGroup, step: Any) -> None:
+        given = step.rows
+        step.rows = [r._replace(num_computed_tokens=r.num_computed_tokens - 1) for r in given]
+        fill_step(self, step)
+        step.rows = given
 
     patch.setattr(StateGroup, "row_length", late_end)
     patch.setattr(StateGroup, "fill_step", late)

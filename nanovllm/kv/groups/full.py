@@ -1,8 +1,7 @@
 """Layers that attend to all tokens: a page for each block, in table 0."""
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 
-from nanovllm.core.messages import Admission, Row
 from nanovllm.core.sequence import KVState, Sequence
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.trie import Hit, Node
@@ -110,18 +109,11 @@ class FullGroup(KVCacheGroup):
     def kept_pages(self, node: Node) -> Seq[int]:
         return [node.page]
 
-    def fill_step(
-        self,
-        step: StepPages,
-        rows: Seq[Row],
-        admissions: Seq[Admission],
-        sequences: Mapping[int, Sequence],
-        width: int,
-    ) -> None:
-        """Add the blocks that `rows` begin and may not fill."""
+    def fill_step(self, step: StepPages) -> None:
+        """Add the blocks that rows begin and may not fill."""
         size = self.block_size
-        for row in rows:
+        for row in step.rows:
             if -row.num_computed_tokens % size < row.num_scheduled_tokens:  # it begins a block
                 begun = row.begun_blocks(size)
-                table = sequences[row.seq_id].kv.block_table
+                table = step.sequences[row.seq_id].kv.block_table
                 step.blocks_to_zero += table[begun.start : begun.stop]

@@ -13,6 +13,10 @@ from nanovllm.kv.trie import Hit, Node, PrefixTrie
 class StepPages:
     """The pages in a step's message. Each group adds its own."""
 
+    rows: Seq[Row]
+    admissions: Seq[Admission]
+    sequences: Mapping[int, Sequence]  # by id
+    width: int  # of a block table
     new_blocks: list[NewBlocks] = dataclasses.field(default_factory=list)
     blocks_to_zero: list[int] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
@@ -127,19 +131,16 @@ class KVCacheGroup:
     def begin_step(self) -> None:
         """Prepare for a step, before it takes pages."""
 
+    def take_pages(self) -> list[int]:
+        """Return a page for each of the group's block tables. They are free."""
+        return [self.pool.take() for _ in range(self.num_tables)]
+
     def row_length(self, seq: Sequence, most: int) -> int:
         """Return how many of a prompt's next `most` tokens a row computes, at least 1."""
         return most
 
-    def fill_step(
-        self,
-        step: StepPages,
-        rows: Seq[Row],
-        admissions: Seq[Admission],
-        sequences: Mapping[int, Sequence],
-        width: int,
-    ) -> None:
-        """Add the group's part of a step's message. `width` is that of a block table."""
+    def fill_step(self, step: StepPages) -> None:
+        """Add the group's part of a step's message."""
 
     def end_copies(self, copies: Seq[PageCopy]) -> None:
         """Handle the success of a step with these copies."""

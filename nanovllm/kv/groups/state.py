@@ -5,9 +5,9 @@ They lie in pages of the pool. Copies of them, snapshots, are what the prefix ca
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 
-from nanovllm.core.messages import Admission, NewBlocks, PageCopy, Row
+from nanovllm.core.messages import NewBlocks, PageCopy
 from nanovllm.core.sequence import Sequence
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
 from nanovllm.kv.pool import BlockPool
@@ -157,7 +157,7 @@ class StateGroup(KVCacheGroup):
         state = self._states[seq]
         if state.pages:
             return
-        state.pages = self._take_pages()
+        state.pages = self.take_pages()
         snapshot = state.hit
         state.hit = None
         if snapshot is not None:
@@ -243,7 +243,7 @@ class StateGroup(KVCacheGroup):
             if begun.is_rolling:
                 reserve = max(len(self._states), len(self.pool.blocks) // 8)
             is_wanted = not begun.is_dropped and self._has_room(reserve)
-            pages = self._take_pages() if is_wanted else []
+            pages = self.take_pages() if is_wanted else []
             if begun.is_dropped or not pages:  # perhaps its block was one of these pages
                 self.drop(begun, evicted=False)
                 for page in reversed(pages):
@@ -265,24 +265,18 @@ class StateGroup(KVCacheGroup):
             most = min(most, *(stop - position for stop in stops if stop > position))
         return most
 
-    def fill_step(
-        self,
-        step: StepPages,
-        rows: Seq[Row],
-        admissions: Seq[Admission],
-        sequences: Mapping[int, Sequence],
-        width: int,
-    ) -> None:
+    def fill_step(self, step: StepPages) -> None:
         """Add the pages of new states and the copies, and begin the snapshots of the rows' ends."""
-        for new in admissions:
-            state = self._states[sequences[new.seq_id]]
-            step.new_blocks.append(NewBlocks(new.table_idx, self.first_table * width, state.pages))
+        start = self.first_table * step.width
+        for new in step.admissions:
+            state = self._states[step.sequences[new.seq_id]]
+            step.new_blocks.append(NewBlocks(new.table_idx, start, state.pages))
             if not state.start:
                 step.blocks_to_zero += state.pages
         if self.trie.is_enabled:
-            for row in rows:
+            for row in step.rows:
                 if row.sample_position % self.block_size == 0:
-                    self._begin_snapshot(sequences[row.seq_id], row.sample_position)
+                    self._begin_snapshot(step.sequences[row.seq_id], row.sample_position)
         step.copies += self._copies
         self._copies = []
 
@@ -330,9 +324,6 @@ class StateGroup(KVCacheGroup):
     def _has_room(self, reserve: int) -> bool:
         """Return whether a snapshot leaves `reserve` pages free."""
         return self.trie.is_enabled and self.pool.num_free >= self.num_pages + reserve
-
-    def _take_pages(self) -> list[int]:
-        return [self.pool.take() for _ in range(self.num_pages)]
 
     def _hold(self, snapshot: Snapshot, pages: list[int]) -> None:
         """Give a snapshot pages, which are not free."""

@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from itertools import islice
 
-from nanovllm.core.messages import Admission, NewBlocks, Row
+from nanovllm.core.messages import NewBlocks
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.worker_info import WindowSpec
 from nanovllm.kv.groups.group import KVCacheGroup, StepPages
@@ -109,9 +109,9 @@ class WindowGroup(KVCacheGroup):
         """Take pages for no more tokens than the next step may compute."""
         table = self._tables[seq]
         for _ in range(self._end(seq, num_tokens) - table.end):
-            table.blocks.append(WindowBlock(self, self._take_pages()))
+            table.blocks.append(WindowBlock(self, self.take_pages()))
         for block in table.unfilled:
-            block.pages = self._take_pages()
+            block.pages = self.take_pages()
         table.unfilled.clear()
 
     def make_room(self, seq: Sequence, num_pages: int) -> None:
@@ -169,18 +169,12 @@ class WindowGroup(KVCacheGroup):
         block = self._cached.get(node.uid)
         return () if block is None else block.pages
 
-    def fill_step(
-        self,
-        step: StepPages,
-        rows: Seq[Row],
-        admissions: Seq[Admission],
-        sequences: Mapping[int, Sequence],
-        width: int,
-    ) -> None:
+    def fill_step(self, step: StepPages) -> None:
         """Add the blocks that the workers' tables lack, and those that rows may not fill."""
+        width = step.width
         start = self.first_table * width
-        for row in rows:
-            table = self._tables[sequences[row.seq_id]]
+        for row in step.rows:
+            table = self._tables[step.sequences[row.seq_id]]
             if table.num_sent < table.end:
                 index = max(table.num_sent, table.start)
                 blocks = list(islice(table.blocks, index - table.start, None))
@@ -196,9 +190,6 @@ class WindowGroup(KVCacheGroup):
         """Return the block index up to which pages are held for the first `num_tokens` tokens."""
         most = seq.num_computed_tokens + self._max_num_batched_tokens
         return -(-min(num_tokens, most) // self.block_size)
-
-    def _take_pages(self) -> list[int]:
-        return [self.pool.take() for _ in range(self.num_tables)]
 
     def _leave(self, table: WindowTable, position: int) -> None:
         """Free the blocks that a token at `position`, or after it, does not read."""
