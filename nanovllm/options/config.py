@@ -4,7 +4,6 @@ Values found at start-up (block counts, EOS ids, free memory) are not stored her
 that find them return them.
 """
 
-import dataclasses
 import numbers
 import os
 import re
@@ -18,15 +17,14 @@ from nanovllm.options.speculative_config import SpeculativeConfig
 from nanovllm.options.validation import (
     Error,
     check_choice,
-    check_fields,
     check_float,
     check_int,
     check_json_object,
     check_path,
+    checked_dataclass,
     did_you_mean,
     plain_text,
     shown,
-    strict_keywords,
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -130,8 +128,7 @@ def _speculative_config(error: Error, name: str, value: Any) -> SpeculativeConfi
         raise error(f"{name}: {reason}") from None
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class Config:
     """The options of `LLM(model, **options)`; names and defaults are nano-vllm's where it has them.
 
@@ -298,7 +295,6 @@ class Config:
         return self.tensor_parallel_size == 1 and self.distributed_executor_backend != "ray"
 
     def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
         if self.tokenizer is not None and self.skip_tokenizer_init:
             raise ConfigError("skip_tokenizer_init=True loads no tokenizer; leave tokenizer out")
         if self.num_kvcache_blocks != -1 and self.kv_cache_memory_bytes is not None:

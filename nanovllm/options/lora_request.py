@@ -3,7 +3,6 @@ that a request can have as its model. Reads no file.
 """
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Collection, Sequence as Seq
 from typing import Annotated, Any
@@ -11,12 +10,11 @@ from typing import Annotated, Any
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.options.validation import (
     Error,
-    check_fields,
     check_int,
     check_path,
+    checked_dataclass,
     plain_text,
     shown,
-    strict_keywords,
 )
 
 MAX_NAME_LENGTH = 256
@@ -45,8 +43,7 @@ def _directory(error: Error, field: str, value: Any) -> str:
     return path
 
 
-@strict_keywords(InvalidRequestError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(InvalidRequestError)
 class LoRARequest:
     """A LoRA adapter of a request; fields and their order are vLLM's.
 
@@ -68,9 +65,6 @@ class LoRARequest:
     load_inplace: bool = False
     """Read the files again, which may have changed, or lie at another path: the adapter of this id
     is replaced. Requests that are queued already keep the old one."""
-
-    def __post_init__(self) -> None:
-        check_fields(InvalidRequestError, self)
 
     @property
     def adapter_id(self) -> int:

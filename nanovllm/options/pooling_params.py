@@ -10,11 +10,10 @@ from nanovllm.options.validation import (
     Error,
     check_bool,
     check_choice,
-    check_fields,
     check_int,
+    checked_dataclass,
     plain_text,
     shown,
-    strict_keywords,
 )
 
 POOLINGS = ("last", "mean", "cls")
@@ -41,8 +40,7 @@ def _token_ids(error: Error, name: str, value: Any) -> tuple[int, ...]:
     )
 
 
-@strict_keywords(InvalidRequestError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(InvalidRequestError)
 class PoolingParams:
     """How the hidden states of a prompt's tokens become one vector.
 
@@ -71,7 +69,6 @@ class PoolingParams:
     """The logits of these tokens after the prompt take the vector's place: rerankers set it."""
 
     def __post_init__(self) -> None:
-        check_fields(InvalidRequestError, self)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError(
                 "truncate_prompt_tokens must be above 0, or -1 for max_model_len, got 0"

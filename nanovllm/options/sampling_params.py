@@ -11,13 +11,12 @@ from nanovllm.options.structured_outputs import StructuredOutputsParams, structu
 from nanovllm.options.validation import (
     Error,
     check_bool,
-    check_fields,
     check_float,
     check_int,
     check_names,
+    checked_dataclass,
     plain_text,
     shown,
-    strict_keywords,
 )
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -140,8 +139,7 @@ def _logit_bias(error: Error, name: str, value: Any) -> dict[int, float]:
     return checked
 
 
-@strict_keywords(InvalidRequestError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(InvalidRequestError)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
@@ -239,7 +237,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
-        check_fields(error, self)
         if self.top_p == 0.0:
             raise error("top_p must be above 0 and at most 1, got 0; for greedy use temperature=0")
         if self.repetition_penalty == 0.0:

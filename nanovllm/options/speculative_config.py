@@ -9,11 +9,10 @@ from nanovllm.options.plugins import check_plugin, installed, is_plugin
 from nanovllm.options.validation import (
     Error,
     check_choice,
-    check_fields,
     check_int,
     check_path,
+    checked_dataclass,
     shown,
-    strict_keywords,
 )
 
 NETWORK_METHODS = ("draft_model", "eagle3")
@@ -34,8 +33,7 @@ def _method(error: Error, name: str, value: Any) -> str:
     return check_choice(error, name, known, METHODS)
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class SpeculativeConfig:
     """The options of `Config.speculative_config`.
 
@@ -60,7 +58,6 @@ class SpeculativeConfig:
     """Shortest n-gram to look up, in tokens."""
 
     def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
         self._check_model()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

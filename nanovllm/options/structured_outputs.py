@@ -14,11 +14,10 @@ from nanovllm.options.validation import (
     Error,
     as_class,
     check_bool,
-    check_fields,
     check_text,
+    checked_dataclass,
     plain_text,
     shown,
-    strict_keywords,
 )
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object")
@@ -61,8 +60,7 @@ def _choice(error: Error, name: str, value: Any) -> tuple[str, ...]:
     return tuple(map(plain_text, value))
 
 
-@strict_keywords(InvalidRequestError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(InvalidRequestError, "structured_outputs.")
 class StructuredOutputsParams:
     """The form of an output. Exactly one of json, regex, choice, grammar, json_object is given.
 
@@ -94,7 +92,6 @@ class StructuredOutputsParams:
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise error(f"structured_outputs must have one of {', '.join(_FORMS)}, got {found}")
-        check_fields(error, self, "structured_outputs.")
         if self.json is not None and len(self.text) > MAX_CHARS:
             from nanovllm.options.json_schema import grammar_schema_text
 

@@ -16,7 +16,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, dataclass_transform
 
 from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
 
@@ -55,14 +55,28 @@ def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join([*items[:most], *([f"and {rest} more"] if rest > 0 else [])])
 
 
-def strict_keywords(error: Error) -> Callable[[type[T]], type[T]]:
-    """Make a frozen dataclass raise `error` for a keyword that is neither a field nor known.
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def checked_dataclass(error: Error, owner: str = "") -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass whose fields are checked, see `check_fields`, before its own
+    `__post_init__`. It raises `error`, also for a keyword that is neither a field nor known.
 
     The message names the field that was meant, or says what to use instead of another engine's
     option. The message of an assignment says how to make a changed copy.
+
+    Args:
+        owner: what errors write before a field's name.
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        check_more = getattr(cls, "__post_init__", None)
+
+        def __post_init__(self: T) -> None:
+            check_fields(error, self, owner)
+            if check_more is not None:
+                check_more(self)
+
+        cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+        cls = dataclasses.dataclass(frozen=True)(cls)
         init = cls.__init__
         known = inspect.signature(cls).parameters
         copy = "x = x.clone(" if hasattr(cls, "clone") else "x = dataclasses.replace(x, "
@@ -146,7 +160,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"; known: {', '.join(sorted(known))}"
 
 
-def check_fields(error: Error, checked: Any, owner: str = "") -> None:
+def check_fields(error: Error, checked: Any, owner: str) -> None:
     """Check the fields of a new frozen dataclass by their types, and keep what the checks return.
 
     A bool is True or False. That of `Annotated[kind, check, *limits]` is what

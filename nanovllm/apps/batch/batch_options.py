@@ -18,17 +18,15 @@ from nanovllm.loading.files import check_file, local_path
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.validation import (
-    check_fields,
     check_int,
     check_names,
     check_text,
     check_texts,
-    strict_keywords,
+    checked_dataclass,
 )
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class BatchOptions:
     """How `nanovllm batch` answers rows, and who computes them.
 
@@ -56,9 +54,6 @@ class BatchOptions:
     """Options of a worker's Ray actor, such as {"num_cpus": 8}. None is as many GPUs as ranks, or
     one CPU where there are none."""
 
-    def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
-
     @property
     def parsers(self) -> tuple[str, str]:
         """The formats of tool calls and of reasoning."""
@@ -82,7 +77,7 @@ class RowOptions:
     model: str
     engine_options: Mapping[str, Any]
     """Fields of Config."""
-    batch: BatchOptions = BatchOptions()
+    batch: BatchOptions = dataclasses.field(default_factory=BatchOptions)
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("fastapi") is None:

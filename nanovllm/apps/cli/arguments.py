@@ -104,7 +104,12 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     if "model_flag" not in args:
         return args
     if args.model_flag is not None:
-        _take_model_flag(args)
+        # It names the model, as in vLLM; a word in its place is then a prompt.
+        if args.model is not None and "prompt" in args:
+            args.prompt.insert(0, args.model)
+        elif args.model is not None:
+            args.parser.error(f"give the model once: {shown(args.model)} or --model")
+        args.model = args.model_flag
     elif "prompt" in args and args.model is not None and not _is_model(args.model, args.command):
         args.prompt.insert(0, args.model)
         args.model = None
@@ -114,15 +119,6 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
     if "models" in args:
         args.models = args.models or [args.model]
     return args
-
-
-def _take_model_flag(args: argparse.Namespace) -> None:
-    """Let --model name the model, as in vLLM; a word in its place is then a prompt."""
-    if args.model is not None and "prompt" in args:
-        args.prompt.insert(0, args.model)
-    elif args.model is not None:
-        args.parser.error(f"give the model once: {shown(args.model)} or --model")
-    args.model = args.model_flag
 
 
 def _is_model(word: str, command: Command) -> bool:
@@ -180,7 +176,10 @@ def _add_command(commands: Subparsers, command: Command) -> None:
     defaults = {"max_logprobs": str(MAX_LOGPROBS)} if name == "serve" else {}
     add_engine_flags(parser, defaults)
     if name == "serve":
-        _add_serve_flags(parser)
+        parser.set_defaults(max_logprobs=MAX_LOGPROBS)
+        parser.takes_lists = True
+        add_server_flags(parser)
+        add_router_flags(parser)
     add_other_flags(  # after the flags that they may name
         parser, default=argparse.SUPPRESS, is_server=name == "serve"
     )
@@ -189,13 +188,6 @@ def _add_command(commands: Subparsers, command: Command) -> None:
         add_sampling_flags(parser, is_chat=None if takes_prompts else True, defaults=own)
     examples = (f"nanovllm {name} {words}" for words in EXAMPLES[name])
     parser.shorten_help(COMMON[name].split(), *examples)
-
-
-def _add_serve_flags(parser: Parser) -> None:
-    parser.set_defaults(max_logprobs=MAX_LOGPROBS)
-    parser.takes_lists = True
-    add_server_flags(parser)
-    add_router_flags(parser)
 
 
 def _add_chat_flags(parser: Parser, *, is_run: bool) -> None:

@@ -1,14 +1,12 @@
 """`nanovllm explain`: what the engine does, step by step. Stands on `LLM`."""
 
-import dataclasses
 from typing import Annotated
 
 from nanovllm.errors import ConfigError
-from nanovllm.options.validation import check_fields, check_int, check_path, strict_keywords
+from nanovllm.options.validation import check_int, check_path, checked_dataclass
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class ExplainOptions:
     """What is shown of the steps, and where.
 
@@ -21,6 +19,3 @@ class ExplainOptions:
     overwritten. None is the terminal."""
     num_top: Annotated[int, check_int, 1, 100] = 6
     """Number of the likeliest tokens that are shown of a sample, before and after the rules."""
-
-    def __post_init__(self) -> None:
-        check_fields(ConfigError, self)

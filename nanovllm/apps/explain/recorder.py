@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from nanovllm.apps.explain.sampling import SamplingRecorder
-from nanovllm.apps.explain.story import Note, RowStory, Sample, SequenceStory, Step
+from nanovllm.apps.explain.story import Note, RowStory, SequenceStory, Step
 from nanovllm.core.messages import Row, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.llm_engine import Observer
@@ -101,7 +101,8 @@ class Recorder(Observer):
         step.seconds["wait"] = elapsed
         for story, index in zip(step.rows, indices, strict=True):
             story.output = list(result.token_ids[index])
-            _note_drafts(story.samples, len(story.output))
+            for sample in story.samples[len(story.output) :]:
+                sample.counts = False  # it follows a rejected draft
         self._processed = step
         self._mark = time.perf_counter()
 
@@ -210,12 +211,6 @@ class Recorder(Observer):
                 text = "the step ended before its turn"
             notes.append(Note(number, text))
         return notes
-
-
-def _note_drafts(samples: list[Sample], num_output: int) -> None:
-    """Note which samples of a row follow a rejected draft."""
-    for sample in samples[num_output:]:
-        sample.counts = False
 
 
 def _why(num_tokens: int, num_missing: int, left: int, row: Row, *, is_prefill: bool) -> str:

@@ -62,7 +62,10 @@ class SamplingRecorder:
             is_draft = drafts is not None and len(found) < row.num_draft_tokens
             own = parameters.take(torch.tensor([index], device=tokens.device))
             params = sampling.params[index]
-            stages = [(name, _softmax(logits)) for name, logits in self._stages[index]]
+            stages = [  # all 0 if the logits are no distribution
+                (name, torch.softmax(logits.double(), -1).nan_to_num(0.0))
+                for name, logits in self._stages[index]
+            ]
             stages += _filtered(sampling.ruled[index].float(), own, params)
             found.append(
                 _sample(
@@ -76,11 +79,6 @@ class SamplingRecorder:
             )
         self._stages = {}
         self._seconds += time.perf_counter() - start
-
-
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities [vocab_size] float64; all 0 if the logits are no distribution."""
-    return torch.softmax(logits.double(), -1).nan_to_num(0.0)
 
 
 def _filtered(

@@ -130,14 +130,11 @@ def _sample(story: Story, row: RowStory, sample: Sample) -> Group:
     for stage in sample.stages:
         table.add_column(f"{stage.name}\n{stage.num_left} left", justify="right", overflow="fold")
     for index, token in enumerate(sample.candidates):
-        cells = [_percent(stage.probabilities[index]) for stage in sample.stages]
+        shares = (stage.probabilities[index] for stage in sample.stages)
+        cells = [f"{100 * share:.3f}%" if share else "" for share in shares]
         style = "bold green" if token == sample.token_id else ""
         table.add_row(Text(repr(story.texts[token])), *cells, style=style)
     return Group(Text(title), table)
-
-
-def _percent(probability: float) -> str:
-    return "" if probability == 0 else f"{100 * probability:.3f}%"
 
 
 def _notes(what: str, notes: Iterable[Note], style: str) -> list[RenderableType]:

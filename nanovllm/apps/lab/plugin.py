@@ -3,7 +3,6 @@ options of the check.
 """
 
 import contextlib
-import dataclasses
 import importlib
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from nanovllm.errors import ConfigError
 from nanovllm.kv.eviction import EvictionOrder
 from nanovllm.options.plugins import check_plugin, load_class, make_guarded
-from nanovllm.options.validation import check_fields, check_int, strict_keywords
+from nanovllm.options.validation import check_int, checked_dataclass
 from nanovllm.scheduler.policy import Policy
 
 POLICY, EVICTION = "scheduling_policy", "eviction_policy"
@@ -22,8 +21,7 @@ _BASES: dict[str, tuple[type, tuple[str, ...]]] = {
 }
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class CheckOptions:
     """What `nanovllm lab check` requires, and how long it tries.
 
@@ -35,9 +33,6 @@ class CheckOptions:
     """Require that users take turns, as they do by default."""
     num_runs: Annotated[int, check_int, 1, 1_000_000] = 400
     """Number of random runs, each of up to 40 calls."""
-
-    def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
 
 
 class Plugin(NamedTuple):

@@ -1,21 +1,18 @@
 """`nanovllm prove`: does a request get the same bits however it is computed? Stands on `LLM`."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence as Seq
 from typing import Annotated
 
 from nanovllm.errors import ConfigError
 from nanovllm.options.validation import (
-    check_fields,
     check_int,
     check_path,
     check_texts,
-    strict_keywords,
+    checked_dataclass,
 )
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class ProveOptions:
     """What is compared, and where the results go.
 
@@ -34,9 +31,6 @@ class ProveOptions:
     """LoRA adapters that requests take in turn, after the model alone; each name=path."""
     output: Annotated[str | None, check_path, "a file or None"] = None
     """File for the results as JSON; None writes none."""
-
-    def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
 
     def chooses(self, name: str) -> bool:
         """Whether the way of this name is to be tried."""

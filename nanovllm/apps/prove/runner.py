@@ -56,7 +56,12 @@ def run(
             try:
                 do_what_does_not_pay(llm)
                 if way.reloads:
-                    generate(llm, requests, calls[0], _with_paths_of_others(adapters))
+                    paths = [each.path for each in (*adapters[1:], adapters[0])]
+                    others = [
+                        replace(each, lora_path=path)
+                        for each, path in zip(adapters, paths, strict=True)
+                    ]
+                    generate(llm, requests, calls[0], others)
                 loaded = [replace(each, load_inplace=way.reloads) for each in adapters]
                 for call in calls:
                     answers += zip(call, generate(llm, requests, call, loaded), strict=True)
@@ -84,13 +89,6 @@ def generate(
         if completion.finish_reason == "error":
             raise EngineDeadError(f"a request ended with an error: {completion.stop_reason}")
     return [bits_of(output) for output in outputs]
-
-
-def _with_paths_of_others(adapters: Seq[LoRARequest]) -> list[LoRARequest]:
-    others = [*adapters[1:], adapters[0]]
-    return [
-        replace(each, lora_path=other.path) for each, other in zip(adapters, others, strict=True)
-    ]
 
 
 def do_what_does_not_pay(llm: LLM) -> None:

@@ -114,7 +114,12 @@ def ways(setting: Setting, shape: Shape, *, full: bool) -> Iterator[Way]:
         yield Way("warm", {}, twice, ("cached tokens",))
         yield Way("n-gram drafts", {"speculative_config": _NGRAM}, once, drafted)
         return
-    yield from _batches(all_, full=full)
+    for size in (2, 3, 5, 8, 16, 32, 64) if full else (2, 5, 64):
+        yield Way(f"batches of {size}", {"max_num_seqs": size, **_COLD}, _filled(all_, size))
+    for chunk in (1, 7, 17, 64, 131) if full else (17,):
+        few = all_[:4] if chunk == 1 else all_  # a step for each token
+        options = {"max_num_batched_tokens": chunk, **_COLD}
+        yield Way(f"chunks of {chunk} token{'s' * (chunk > 1)}", options, ((few,),))
     yield Way("warm", {}, twice, ("cached tokens",))
     yield Way("half warm", {}, ((halves, all_),), ("cached tokens",))
     yield Way("preempted", shape.small_pool, ((long,),), ("preemptions",))
@@ -138,15 +143,6 @@ def ways(setting: Setting, shape: Shape, *, full: bool) -> Iterator[Way]:
 
 
 _COLD: dict[str, Any] = {"enable_prefix_caching": False}
-
-
-def _batches(all_: tuple[int, ...], *, full: bool) -> Iterator[Way]:
-    for size in (2, 3, 5, 8, 16, 32, 64) if full else (2, 5, 64):
-        yield Way(f"batches of {size}", {"max_num_seqs": size, **_COLD}, _filled(all_, size))
-    for chunk in (1, 7, 17, 64, 131) if full else (17,):
-        few = all_[:4] if chunk == 1 else all_  # a step for each token
-        options = {"max_num_batched_tokens": chunk, **_COLD}
-        yield Way(f"chunks of {chunk} token{'s' * (chunk > 1)}", options, ((few,),))
 
 
 def _filled(all_: tuple[int, ...], size: int) -> tuple[Calls, ...]:

@@ -71,15 +71,9 @@ def _beginning(fields: dict[str, Any]) -> Any:
     if not isinstance(messages, str | list) or not messages:
         return None
     if isinstance(messages, list):
-        messages = _to_first_question(messages)
+        roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+        messages = messages[: 1 + (roles.index("user") if "user" in roles else 0)]
     return fields.get("instructions"), messages  # instructions stand before the input
-
-
-def _to_first_question(messages: list[Any]) -> list[Any]:
-    for index, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") == "user":
-            return messages[: index + 1]
-    return messages[:1]
 
 
 def _beginning_of_prompt(prompt: Any) -> Any:

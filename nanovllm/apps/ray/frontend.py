@@ -118,11 +118,13 @@ class _Forward:
         """
         key = conversation_key(scope["path"], scope["headers"], body)
         engine = self._engine.options(method_name="answer", stream=True, session_id=key)
+        is_get = scope["method"] == "GET"
+        first_seconds = _PROBE_SECONDS if is_get else self._options.request_timeout
         for _ in range(_ATTEMPTS):
             replies = engine.remote({name: scope[name] for name in _SENT if name in scope}, body)
             assert isinstance(replies, DeploymentResponseGenerator)
             try:
-                async with asyncio.timeout(self._first_seconds(scope)) as waiting:
+                async with asyncio.timeout(first_seconds) as waiting:
                     async for messages in replies:
                         waiting.reschedule(None)
                         for message in messages:
@@ -148,10 +150,6 @@ class _Forward:
                 replies.cancel()
                 raise
         raise _died()
-
-    def _first_seconds(self, scope: Scope) -> float | None:
-        """Return how long to wait until an answer begins."""
-        return _PROBE_SECONDS if scope["method"] == "GET" else self._options.request_timeout
 
     def _late(self, scope: Scope) -> APIError:
         if scope["method"] == "GET":

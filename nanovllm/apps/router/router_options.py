@@ -18,13 +18,12 @@ from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.model_names import is_path
 from nanovllm.options.validation import (
     Error,
-    check_fields,
     check_float,
     check_text,
     check_texts,
+    checked_dataclass,
     did_you_mean,
     shown,
-    strict_keywords,
 )
 
 ENGINE_FIELDS = (
@@ -50,8 +49,7 @@ def _duration(error: Error, name: str, value: Any) -> str:
     return text
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class RouterOptions:
     """When the models of a server come and go.
 
@@ -64,9 +62,6 @@ class RouterOptions:
     longer than the request, and -1 is forever. A number alone counts seconds."""
     load_timeout: Annotated[float, check_float, 0.001] = 600.0
     """Seconds that a request may wait for its model, and that loading it may take."""
-
-    def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
 
     @property
     def keep_alive_seconds(self) -> float:

@@ -14,14 +14,13 @@ from nanovllm.options.flags import Parser, add_flags
 from nanovllm.options.validation import (
     Error,
     check_choice,
-    check_fields,
     check_float,
     check_int,
     check_json_object,
     check_text,
     check_texts,
+    checked_dataclass,
     shown,
-    strict_keywords,
 )
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -72,8 +71,7 @@ def _origins(error: Error, name: str, value: Any) -> tuple[str, ...]:
     return given
 
 
-@strict_keywords(ConfigError)
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass(ConfigError)
 class ServerOptions:
     """Where the server listens, who may use it and how much it takes on.
 
@@ -149,7 +147,6 @@ class ServerOptions:
     "request"."""
 
     def __post_init__(self) -> None:
-        check_fields(ConfigError, self)
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("an API key must be printable ASCII characters without spaces")
