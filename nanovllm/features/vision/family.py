@@ -98,10 +98,17 @@ class VisionFamily(ABC):
     """Pixels of a side of a patch."""
     merge = 1
     """Patches lie in blocks of merge x merge."""
+    channels_last = False
+    """Whether the colours of a pixel are neighbours in a patch."""
+    reads_colours = True
+    """Whether the processor says `mean` and `std`."""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.config = config
         self.processor = processor
+        if self.reads_colours:
+            self.mean = tuple(processor.get("image_mean") or self.mean)
+            self.std = tuple(processor.get("image_std") or self.std)
 
     @property
     @abstractmethod
@@ -148,9 +155,10 @@ class VisionFamily(ABC):
     def make_tower(self) -> "VisionTower":
         """Return the network, with weights that are not loaded."""
 
-    @abstractmethod
     def patches(self, pixels: "torch.Tensor") -> "torch.Tensor":
         """Return the patches [P, numbers] of a view's normalised pixels [height, width, 3]."""
+        blocks = self.blocks(pixels)
+        return (blocks.permute(0, 2, 3, 1) if self.channels_last else blocks).flatten(1)
 
     def blocks(self, pixels: "torch.Tensor") -> "torch.Tensor":
         """Return the patches of pixels [height, width, 3] in blocks of merge x merge, which lie one
@@ -183,6 +191,27 @@ class VisionFamily(ABC):
         """Return a positive integer of vision_config."""
         value = self.vision_config.get(name, default)
         return check_int(CheckpointError, f"config.json: vision_config.{name}", value, 1, high)
+
+    def sizes(
+        self,
+        layers: int | None = None,
+        hidden: int | None = None,
+        inner: int | None = None,
+        heads: int | None = None,
+        names: tuple[str, str] = ("num_hidden_layers", "num_attention_heads"),
+    ) -> dict[str, Any]:
+        """Return the sizes of a `TowerConfig`, with the family's defaults; None: there is none.
+
+        Args:
+            names: of the fields that say how many layers and heads there are.
+        """
+        return {
+            "num_layers": self.size(names[0], layers, high=256),
+            "hidden_size": self.size("hidden_size", hidden),
+            "intermediate_size": self.size("intermediate_size", inner),
+            "num_heads": self.size(names[1], heads, high=1024),
+            "merge": self.merge,
+        }
 
     def field(self, name: str, default: T, check: Callable[..., T], *limits: int) -> T:
         """Return a field of config.json that is no part's, by a check of options/validation.py."""

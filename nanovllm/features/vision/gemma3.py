@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
 from nanovllm.features.vision.tower import LearnedGrid, PooledMerger, TowerConfig, VisionTower
@@ -32,8 +30,6 @@ class Gemma3(VisionFamily):
             )
         self.patch = self.size("patch_size", high=256)
         self.side = self.size("image_size", 896, high=2**14)  # of all pictures, in pixels
-        self.mean = tuple(processor.get("image_mean") or self.mean)
-        self.std = tuple(processor.get("image_std") or self.std)
         where = "config.json: mm_tokens_per_image"
         given = config.get("mm_tokens_per_image", 256)
         self.num_tokens = check_int(CheckpointError, where, given, 1, 2**20)
@@ -53,32 +49,20 @@ class Gemma3(VisionFamily):
     def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
         return self.num_tokens
 
-    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.blocks(pixels).flatten(1)
-
     def make_tower(self) -> VisionTower:
-        hidden = self.size("hidden_size")
         eps = float(self.vision_config.get("layer_norm_eps", 1e-6))
         config = TowerConfig(
-            num_layers=self.size("num_hidden_layers", high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size"),
-            num_heads=self.size("num_attention_heads", high=1024),
+            **self.sizes(),
             patch_shape=(3, self.patch, self.patch),
             activation="gelu_tanh",
             eps=eps,
-            merge=self.merge,
             norm_last=True,
         )
-        text = self.config.get("text_config") or {}
-        output = check_int(
-            CheckpointError, "config.json: text_config.hidden_size", text.get("hidden_size"), 1
-        )
-        norm = RMSNorm(hidden, eps, NORM_CENTRED)
+        norm = RMSNorm(config.hidden_size, eps, NORM_CENTRED)
         tower = VisionTower(
             config,
-            LearnedGrid((self.side // self.patch) ** 2, hidden, self.merge),
-            PooledMerger(config, self.merge**2, output, norm, transposed=True),
+            LearnedGrid((self.side // self.patch) ** 2, config.hidden_size, self.merge),
+            PooledMerger(config, self.merge**2, self.text_size, norm, transposed=True),
         )
         parts = ("vision_tower.", "vision_tower.vision_model.", "multi_modal_projector.")
         tower.places = tuple(prefix + part for part in parts for prefix in ("", "model."))

@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
 from nanovllm.features.vision.tower import (
@@ -18,7 +16,6 @@ from nanovllm.features.vision.tower import (
 )
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.options.validation import check_int
 
 _MAX_TOKENS = (70, 140, 280, 560, 1120)
 """Soft tokens of a picture that the models were trained with, at most."""
@@ -33,6 +30,8 @@ class Gemma4(VisionFamily):
     """
 
     marker = soft_token = "<|image|>"
+    channels_last = True
+    reads_colours = False
     both_ways: str | None = None  # the default of use_bidirectional_attention
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
@@ -40,8 +39,6 @@ class Gemma4(VisionFamily):
         self.patch = self.size("patch_size", 16, high=256)
         self.merge = self.size("pooling_kernel_size", 3, high=16)
         text = config.get("text_config") or {}
-        name = "config.json: text_config.hidden_size"
-        self.output_size = check_int(CheckpointError, name, text.get("hidden_size"), 1)
         self.sees_whole = text.get("use_bidirectional_attention", self.both_ways) == "vision"
 
     def most_tokens(self, options: Mapping[str, Any]) -> int:
@@ -78,9 +75,6 @@ class Gemma4(VisionFamily):
     def tokens_that_see_each_other(self, options: Mapping[str, Any], *, has_window: bool) -> int:
         return self.most_tokens(options) if self.sees_whole and has_window else 0
 
-    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.blocks(pixels).permute(0, 2, 3, 1).flatten(1)
-
     def tower_config(self) -> TowerConfig:
         """Return the sizes of the tower.
 
@@ -97,10 +91,7 @@ class Gemma4(VisionFamily):
                     f"and num_attention_heads {num_heads}, which must divide a quarter of it"
                 )
         return TowerConfig(
-            num_layers=self.size("num_hidden_layers", high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size"),
-            num_heads=num_heads,
+            **self.sizes(),
             patch_shape=(3 * self.patch**2,),
             patch_bias=False,
             activation="gelu_tanh",
@@ -108,7 +99,6 @@ class Gemma4(VisionFamily):
             norm=functools.partial(RMSNorm, kind=NORM_WIDE),
             bias=False,
             gated=True,
-            merge=self.merge,
             qk_norm=True,
             v_norm=True,
             scale=1.0,
@@ -120,12 +110,12 @@ class Gemma4(VisionFamily):
         config = self.tower_config()
         hidden, merge = config.hidden_size, self.merge
         length = self.size("position_embedding_size", 10240)
-        options: dict[str, Any] = {"eps": config.eps, "scale": hidden**0.5}
-        options["standardized"] = bool(self.vision_config.get("standardize"))
+        standardized = bool(self.vision_config.get("standardize"))
+        options: dict[str, Any] = {"scale": hidden**0.5, "standardized": standardized}
         tower = VisionTower(
             config,
             SummedTables(length, hidden, merge, by_table=True),
-            PooledMerger(config, merge**2, self.output_size, **options),
+            PooledMerger(config, merge**2, self.text_size, eps=config.eps, **options),
             inv_freq=axial_frequencies(config.head_dim, self.rope_theta(100.0)),
         )
         parts = ("vision_tower.", "embed_vision.")
@@ -176,7 +166,7 @@ class Gemma4Unified(Gemma4):
         tower = VisionTower(
             config,
             SummedTables(length, hidden, 1, by_table=False),
-            PooledMerger(config, 1, self.output_size, eps=eps),
+            PooledMerger(config, 1, self.text_size, eps=eps),
             normed_patches=True,
         )
         parts = ("vision_embedder.", "embed_vision.")

@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from nanovllm.errors import CheckpointError, InvalidRequestError, NanoVLLMError
 from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_options
 from nanovllm.features.vision.qwen import blocks_near
@@ -38,13 +36,12 @@ class Lfm2VL(VisionFamily):
 
     resample = "bilinear"
     marker = soft_token = "<image>"
+    channels_last = True
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         super().__init__(config, processor)
         self.patch = self.size("patch_size", 16, high=256)
         self.merge = self.field("downsample_factor", 2, check_int, 1, 16)
-        self.mean = tuple(processor.get("image_mean") or self.mean)
-        self.std = tuple(processor.get("image_std") or self.std)
 
     def rule(self, name: str, options: Mapping[str, Any]) -> Any:
         """Return one of `_RULES`, as the request has it, or the checkpoint."""
@@ -90,24 +87,17 @@ class Lfm2VL(VisionFamily):
             views.append(View(columns * block, rows * block))
         return Layout(tuple(views), ("<|image_start|>", *pieces, "<|image_end|>"))
 
-    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.blocks(pixels).permute(0, 2, 3, 1).flatten(1)
-
     def make_tower(self) -> VisionTower:
         eps = self.vision_config.get("layer_norm_eps", 1e-6)
-        hidden = self.size("hidden_size", 768)
         activation = self.vision_config.get("hidden_act", "gelu_pytorch_tanh")
         config = TowerConfig(
-            num_layers=self.size("num_hidden_layers", 12, high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size", 3072),
-            num_heads=self.size("num_attention_heads", 12, high=1024),
+            **self.sizes(12, 768, 3072, 12),
             patch_shape=(3 * self.patch**2,),
             activation=activation_of(activation, "hidden_act"),
             eps=check_float(CheckpointError, "config.json: layer_norm_eps", eps, 0.0),
-            merge=self.merge,
             norm_last=True,
         )
+        hidden = config.hidden_size
         has_norm = self.field("projector_use_layernorm", True, check_bool)
         norm = LayerNorm(hidden * self.merge**2, 1e-5) if has_norm else None
         places = self.size("num_patches", 256)

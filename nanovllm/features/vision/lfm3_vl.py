@@ -24,19 +24,14 @@ class Lfm3VL(QwenVL):
 
     def make_tower(self) -> VisionTower:
         eps = self.vision_config.get("norm_eps", 1e-5)
-        hidden = self.size("hidden_size", 1024)
         config = TowerConfig(
-            num_layers=self.size("num_hidden_layers", 14, high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size", 2560),
-            num_heads=self.size("num_attention_heads", 16, high=1024),
+            **self.sizes(14, 1024, 2560, 16),
             patch_shape=(3 * self.frames * self.patch**2,),
             activation="silu",
             eps=check_float(CheckpointError, "config.json: vision_config.norm_eps", eps, 0.0),
             norm=RMSNorm,
             bias=False,
             gated=True,
-            merge=self.merge,
             patch_bias=False,
             norm_first=True,
             num_kv_heads=self.size("num_key_value_heads", 8, high=1024),
@@ -44,7 +39,7 @@ class Lfm3VL(QwenVL):
             convolved=self._convolved(),
             kernel_size=self.size("conv_kernel_size", 3, high=65),
         )
-        merger = lfm_merger(self, config, LayerNorm(hidden, 1e-6), 4096)
+        merger = lfm_merger(self, config, LayerNorm(config.hidden_size, 1e-6), 4096)
         inv_freq = axial_frequencies(config.head_dim, self.rope_theta(1e6))
         tower = VisionTower(config, None, merger, inv_freq=inv_freq)
         tower.places = ("model.", "")

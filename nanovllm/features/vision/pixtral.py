@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.features.vision.family import (
     CLIP_MEAN,
@@ -37,8 +35,6 @@ class Pixtral(VisionFamily):
         super().__init__(config, processor)
         self.patch = self.size("patch_size", 16, high=256)
         self.merge = self.field("spatial_merge_size", 2, check_int, 1, 16)
-        self.mean = tuple(processor.get("image_mean") or self.mean)
-        self.std = tuple(processor.get("image_std") or self.std)
 
     def limit(self, options: Mapping[str, Any]) -> int:
         """Return the pixels of the longest side, at most."""
@@ -62,27 +58,19 @@ class Pixtral(VisionFamily):
         pieces = (columns, "[IMG_BREAK]") * (rows - 1) + (columns, "[IMG_END]")
         return Layout((View(columns * factor, rows * factor),), pieces)
 
-    def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.blocks(pixels).flatten(1)
-
     def make_tower(self) -> VisionTower:
         if (layer := self.config.get("vision_feature_layer", -1)) != -1:
             raise UnsupportedModelError(
                 f"config.json: vision_feature_layer {shown(layer)} is not supported (only -1)"
             )
-        hidden = self.size("hidden_size", 1024)
         config = TowerConfig(
-            num_layers=self.size("num_hidden_layers", 24, high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size", 4096),
-            num_heads=self.size("num_attention_heads", 16, high=1024),
+            **self.sizes(24, 1024, 4096, 16),
             patch_shape=(3, self.patch, self.patch),
             activation=activation_of(self.vision_config.get("hidden_act", "gelu"), "hidden_act"),
             eps=1e-5,
             norm=RMSNorm,
             bias=False,
             gated=True,
-            merge=self.merge,
             patch_bias=False,
             norm_first=True,
         )
@@ -91,7 +79,7 @@ class Pixtral(VisionFamily):
             config,
             self.merge**2,
             self.text_size,
-            RMSNorm(hidden, eps),
+            RMSNorm(config.hidden_size, eps),
             inner_size=self.text_size,
             bias=self.field("multimodal_projector_bias", False, check_bool),
             activation=activation_of(self.config.get("projector_hidden_act", "gelu"), "projector"),

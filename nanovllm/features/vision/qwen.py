@@ -37,8 +37,6 @@ class QwenVL(VisionFamily):
         self.patch = self.size("patch_size", 16, high=256)
         self.merge = self.size("spatial_merge_size", 2, high=16)
         self.frames = self.size("temporal_patch_size", 2, high=16)
-        self.mean = tuple(processor.get("image_mean") or self.mean)
-        self.std = tuple(processor.get("image_std") or self.std)
         text = config.get("text_config") or config
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         self.axes = self.rope_axes(rope.get("mrope_section"))
@@ -81,16 +79,12 @@ class QwenVL(VisionFamily):
         return self.blocks(pixels).unsqueeze(2).expand(-1, -1, self.frames, -1, -1).flatten(1)
 
     def make_tower(self) -> VisionTower:
-        hidden = self.size("hidden_size")
         config = TowerConfig(
-            num_layers=self.size("depth", high=256),
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size"),
-            num_heads=self.size("num_heads", high=1024),
+            **self.sizes(names=("depth", "num_heads")),
             patch_shape=(3, self.frames, self.patch, self.patch),
             activation="gelu_tanh",
-            merge=self.merge,
         )
+        hidden = config.hidden_size
         output = self.size("out_hidden_size")
         group = self.merge**2
         tower = VisionTower(

@@ -25,21 +25,16 @@ class Qwen2_5VL(QwenVL):
         return tuple(axis for axis, size in sizes for _ in range(size))
 
     def make_tower(self) -> VisionTower:
-        hidden = self.size("hidden_size", 3584)
         num_layers = self.size("depth", 32, high=256)
         where = "config.json: vision_config.fullatt_block_indexes"
         given = self.vision_config.get("fullatt_block_indexes", (7, 15, 23, 31))
         whole = {check_int(CheckpointError, where, index, 0, num_layers - 1) for index in given}
         config = TowerConfig(
-            num_layers=num_layers,
-            hidden_size=hidden,
-            intermediate_size=self.size("intermediate_size", 3420),
-            num_heads=self.size("num_heads", 16, high=1024),
+            **self.sizes(32, 3584, 3420, 16, ("depth", "num_heads")),
             patch_shape=(3, self.frames, self.patch, self.patch),
             activation=activation_of(self.vision_config.get("hidden_act", "silu"), "hidden_act"),
             norm=RMSNorm,
             gated=True,
-            merge=self.merge,
             patch_bias=False,
             windowed=frozenset(range(num_layers)) - whole,
             window=max(self.size("window_size", 112) // self.merge // self.patch, 1),
@@ -48,7 +43,7 @@ class Qwen2_5VL(QwenVL):
             config,
             self.merge**2,
             self.size("out_hidden_size", 3584),
-            RMSNorm(hidden, config.eps),
+            RMSNorm(config.hidden_size, config.eps),
         )
         inv_freq = axial_frequencies(config.head_dim, self.rope_theta(10000.0))
         tower = VisionTower(config, None, merger, inv_freq=inv_freq, fused=True)
