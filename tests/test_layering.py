@@ -35,7 +35,9 @@ FOLDERS = {
     "utils": Folder("", torch=True),
     "attention": Folder("kernels options", torch=True),
     "options": Folder("", torch=False),
-    "chat": Folder("loading options utils.limited_process utils.process", torch=False),
+    "chat": Folder(
+        "loading options utils.limited_process utils.process utils.strict_json", torch=False
+    ),
     "loading": Folder("demo_model options utils", torch=True),
     "kernels": Folder("options utils", torch=True),
     "kv": Folder("", torch=False),

@@ -1,13 +1,12 @@
 """Messages in OpenAI's format, prepared for chat templates: all conversations come through here."""
 
-import json
-import math
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any, NamedTuple
 
 from nanovllm.chat.pictures import Locate, anywhere, is_picture, picture_of, with_marks
 from nanovllm.errors import InvalidRequestError
 from nanovllm.options.validation import shown
+from nanovllm.utils import strict_json
 
 _TEXT_OF_PART = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the key that holds it."""
@@ -211,20 +210,7 @@ def _arguments(given: Any) -> Any:
     if not isinstance(given, str):
         return {} if given is None else given
     try:
-        hooks: Any = {"object_pairs_hook": _unique, "parse_float": _finite}
-        value = json.loads(given, **hooks) if given.strip() else {}
-    except (ValueError, RecursionError):
+        value = strict_json.parse(given) if given.strip() else {}
+    except ValueError:
         return given
     return {} if value is None else value if isinstance(value, dict) else given
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key twice")
-    return found
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError("too large")
-    return number

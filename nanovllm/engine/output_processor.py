@@ -85,13 +85,15 @@ class OutputProcessor:
         if not (to_send or finished):
             return None
         counts = (seq.output.draft_counts for seq in request.sequences)
+        first = request.sequences[0]
+        pooled = (first.output.extras or {}).get("pooled")
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[self._make_completion_output(completion) for completion in to_send],
             finished=finished,
-            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
+            num_cached_tokens=first.num_cached_tokens or 0,
             metrics=RequestMetrics(
                 request.arrival_time,
                 request.first_scheduled_time,
@@ -103,7 +105,7 @@ class OutputProcessor:
             prompt_logprobs=self._take_prompt_logprobs(request),
             weight_version=self.weight_version,
             lora_request=request.lora_request,
-            pooled=_last_extra(request.sequences[0].output.extras, "pooled"),
+            pooled=pooled[-1][1] if pooled else None,
         )
 
     def _make_completion_output(self, completion: Completion) -> CompletionOutput:
@@ -195,11 +197,6 @@ class OutputProcessor:
             decode = self._tokenizer.backend_tokenizer.decode
             self._token_texts[token_id] = decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
-
-
-def _last_extra(extras: dict[str, list[tuple[int, Any]]] | None, name: str) -> Any:
-    """Return the value of the last row that has one; None without any."""
-    return extras[name][-1][1] if extras and name in extras else None
 
 
 def _joined_extra(seq: Sequence, name: str) -> Any:

@@ -214,7 +214,12 @@ def _memory(
     network: nn.Module, config: ModelConfig, headers: dict[Path, dict[str, TensorInfo]]
 ) -> dict[str, Any]:
     """Return the bytes of the weights in each form, and of one text that decodes."""
-    stored = _stored_bytes(network, headers) if headers else _made_bytes(network)
+    if headers:
+        stored = _stored_bytes(network, headers)
+    else:  # in the form that config.json says
+        few_bits = _in_few_bits(network)
+        stored = sum(few_bits.values())
+        stored += sum(p.nbytes for p in network.parameters() if p not in few_bits)
     found: dict[str, Any] = {
         "weights_bytes": stored,
         "weights_from": "files" if headers else "sizes",
@@ -225,13 +230,6 @@ def _memory(
         for form in ("int8", "int4"):
             found[f"{form}_bytes"] = _rounded_bytes(network, form)
     return found | _kv_memory(network, config)
-
-
-def _made_bytes(network: nn.Module) -> int:
-    """Return the bytes of the weights, in the form that config.json says."""
-    stored = _in_few_bits(network)
-    plain = sum(p.nbytes for p in network.parameters() if p not in stored)
-    return plain + sum(stored.values())
 
 
 def _in_few_bits(network: nn.Module) -> dict[nn.Parameter | None, int]:

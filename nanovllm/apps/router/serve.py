@@ -174,7 +174,10 @@ def _add_own_routes(app: FastAPI, models: Models, answered: Counter[tuple[str, i
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await _metrics(models, answered)
+        running = models.answering()
+        texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
+        of_engines = dict(zip((model.name for model in running), texts, strict=True))
+        text = merge(of_engines, "model", _own(models, answered))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
@@ -215,14 +218,6 @@ def _cards(model: Model, start_time: int) -> list[dict[str, Any]]:
         }
         for name in (*model.spec.names, *adapters)
     ]
-
-
-async def _metrics(models: Models, answered: Counter[tuple[str, int]]) -> bytes:
-    """Return the metrics of all engines with a label `model`, and the router's own."""
-    running = models.answering()
-    texts = await asyncio.gather(*(_asked(model, "/metrics") for model in running))
-    names = (model.name for model in running)
-    return merge(dict(zip(names, texts, strict=True)), "model", _own(models, answered))
 
 
 async def _asked(model: Model, path: str) -> str:

@@ -80,7 +80,10 @@ class RequestLog:
             fields = _fields(scope, record, status, time.monotonic() - start)
             route = getattr(scope.get("route"), "path", "other")
             is_probe = route in _PROBES and status < 400
-            _log(fields, is_probe=is_probe or record.is_passed_on)
+            level = logging.DEBUG if is_probe or record.is_passed_on else logging.INFO
+            words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+            # A log formatter finds the fields in `record.request`.
+            logger.log(level, "%s", words, extra={"request": dict(fields)})
             if not record.is_passed_on:
                 self._answers[route, status] += 1
 
@@ -136,13 +139,6 @@ def _fields(
         if record.time_to_first_token is not None:
             found["ttft"] = round(record.time_to_first_token, 6)
     return {name: value for name, value in found.items() if value not in (None, "")}
-
-
-def _log(fields: Mapping[str, str | int | float], *, is_probe: bool) -> None:
-    """Log a request as words name=value; a log formatter finds the fields in `record.request`."""
-    words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
-    level = logging.DEBUG if is_probe else logging.INFO
-    logger.log(level, "%s", words, extra={"request": dict(fields)})
 
 
 def _quoted(value: str | int | float) -> str:

@@ -110,7 +110,7 @@ class StepRunners:
         network = self._network
         if compute_logits is None:
             compute_logits = faster_logits(
-                partial(_compute_logits, network),
+                lambda batch: network.model.compute_logits(network.run(batch)),  # type: ignore[operator]
                 network.model,
                 network.backend,
                 num_blocks=network.num_blocks,
@@ -166,11 +166,6 @@ class StepRunners:
         make_batch = partial(network.batch, tables, output_indices=None)
         capture = make_capture(network.device)
         return PiecewiseGraphs(network.run, make_batch, capture, padding_slot, network.device)
-
-
-def _compute_logits(network: Network, batch: Batch) -> torch.Tensor | None:
-    logits: torch.Tensor | None = network.model.compute_logits(network.run(batch))  # type: ignore[operator]
-    return logits
 
 
 def _prompts(table_idx: int, max_model_len: int, num_tokens: int) -> list[Row]:

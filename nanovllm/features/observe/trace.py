@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import deque
+from functools import partial
 from typing import IO, Any
 
 from nanovllm.core.messages import Admission, Schedule, StepResult
@@ -38,7 +39,8 @@ class _TraceFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: IO[bytes] = open(path, "wb", opener=_open_private)  # noqa: SIM115
+            private = partial(os.open, mode=0o600)  # a new file is for its owner only
+            self._file: IO[bytes] = open(path, "wb", opener=private)  # noqa: SIM115
             self._file.seek(0)
         except OSError as error:
             raise ConfigError(
@@ -68,11 +70,6 @@ class _TraceFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file; a new one is for its owner only."""
-    return os.open(path, flags, 0o600)
 
 
 @dataclasses.dataclass(slots=True)

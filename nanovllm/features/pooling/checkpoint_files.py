@@ -303,15 +303,12 @@ def read_settings(checkpoint: Checkpoint, model: str, pooling: str = "last") -> 
         answers=answers,
         activation="sigmoid" if answers else activation,
     )
-    return settings if is_gguf(checkpoint.path) else _with_files(_home(checkpoint.path), settings)
-
-
-def _home(path: Path) -> Path:
-    """Return the directory that has the modules of the network in `path`: it or, where the network
-    is in a folder of its own, its parent.
-    """
-    is_folder = path.name.startswith("0_") and not (path / "modules.json").exists()
-    return path.parent if is_folder else path
+    path = checkpoint.path
+    if is_gguf(path):
+        return settings
+    if path.name.startswith("0_") and not (path / "modules.json").exists():
+        path = path.parent  # the network is in a folder of its own
+    return _with_files(path, settings)
 
 
 def _with_files(path: Path, settings: PoolingSettings) -> PoolingSettings:

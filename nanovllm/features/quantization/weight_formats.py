@@ -1,7 +1,7 @@
 """The formats of weights: by what a checkpoint says of itself, and by what the user asks for."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from nanovllm.layers.experts import StackedLinear
 from nanovllm.layers.linear import LinearBase, WeightFormat, WeightModule, shared_matrices
 from nanovllm.layers.pieces import HeadLinear
 from nanovllm.loading.files import is_gguf
-from nanovllm.loading.shards import Shard, model_shards
+from nanovllm.loading.shards import model_shards
 from nanovllm.loading.tensor_files import read_header
 from nanovllm.options.config import Config
 from nanovllm.options.plugins import at_start, guarded, installed, load_class
@@ -79,7 +79,10 @@ def checkpoint_format(config: Any) -> WeightFormat | None:
         return None
     own = user_format(config)
     if own is not None:
-        return _make_own(own)
+        kind = load_class("quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
+        made = at_start(own.name, "__init__()", kind, own.config)
+        made.name = own.name  # for errors
+        return guarded(made, WeightFormat, own.name, at_start)
     if not isinstance(config, dict):
         raise CheckpointError(
             f"config.json: quantization_config must be an object, is {shown(config)}"
@@ -109,14 +112,6 @@ def user_format(config: Any) -> UserFormat | None:
         return None
     plugin = installed("format").get(method)
     return None if plugin is None else UserFormat(plugin, config)
-
-
-def _make_own(own: UserFormat) -> WeightFormat:
-    """Return the user's format."""
-    found = load_class("quantization", own.plugin, WeightFormat, ("config",))  # type: ignore[type-abstract]
-    made = at_start(own.name, "__init__()", found, own.config)
-    made.name = own.name  # for errors
-    return guarded(made, WeightFormat, own.name, at_start)
 
 
 def check_quantization(stored: Any, config: Config) -> None:
@@ -248,7 +243,8 @@ def store_as(
         prefix, matrix = next(iter(matrices.items()))
         if not isinstance(matrix, kinds) or matrix.quantized is not None:
             continue
-        names = list(_linear_names(shards_of[matrix]))
+        two_dimensional = (each.name for each in shards_of[matrix] if each.target.ndim == 2)
+        names = list(dict.fromkeys(name.removesuffix(".weight") for name in two_dimensional))
         if kinds == _VOCABULARY and not _has_scales(names, known):
             continue
         one = torch.empty(1, dtype=weight.dtype, device=device or weight.device)
@@ -262,13 +258,6 @@ def store_as(
             sharing.weight = weight
         for _ in matrix.shards(prefix):
             pass  # their errors belong here, before anything is read
-
-
-def _linear_names(shards: list[Shard]) -> Iterator[str]:
-    """Yield the paths of the linears whose weights are in `shards`, each once."""
-    yield from dict.fromkeys(
-        shard.name.removesuffix(".weight") for shard in shards if shard.target.ndim == 2
-    )
 
 
 def _has_scales(names: list[str], known: Collection[str]) -> bool:

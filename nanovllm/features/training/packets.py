@@ -50,7 +50,8 @@ def checked(item: Any) -> NamedTensor:
             "model.named_parameters(), for instance"
         )
     name, tensor = item
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not _is_dense(tensor):
+    is_tensor = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    if not is_tensor or tensor.layout != torch.strided or tensor.is_quantized:
         raise InvalidRequestError(
             f"update_weights: {shown(name)} must be a dense tensor with values, is {shown(tensor)}"
         )
@@ -60,10 +61,6 @@ def checked(item: Any) -> NamedTensor:
             "diverged"
         )
     return plain_text(name), tensor
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

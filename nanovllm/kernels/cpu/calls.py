@@ -35,11 +35,10 @@ _WORDS = {
 """How C reads an argument of each kind from the words of a call."""
 
 
-def _kinds_of(arguments: str) -> str:
-    return "".join("P" if "*" in each else _KINDS[each.split()[0]] for each in arguments.split(","))
-
-
-KERNELS = {name: _kinds_of(arguments) for name, arguments in _ARGUMENTS.items()}
+KERNELS = {
+    name: "".join("P" if "*" in each else _KINDS[each.split()[0]] for each in arguments.split(","))
+    for name, arguments in _ARGUMENTS.items()
+}
 """The arguments of each kernel, in the order of the kernels' numbers: a letter an argument.
 
 P: a pointer; N: an integer; F: a float; T: the number of tokens; R: of rows.

@@ -16,7 +16,6 @@ from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.features.speculation.proposers.draft_kv import FEW_TOKENS, loaded_pages
 from nanovllm.features.speculation.proposers.draft_network import DraftNetwork
-from nanovllm.layers.sampler import Sampling
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.worker.device_tables import DeviceTables
 from nanovllm.worker.model_loader import NetworkSpec
@@ -166,7 +165,7 @@ class DraftHead(DraftNetwork):
                     self._max_graph_tokens(count),
                     self._graph_step(hidden, features),
                     max_known_tokens=count,
-                    choose=_most_likely,
+                    choose=lambda logits, sampling: sampling.kernels.greedy(logits),
                 )
             )
         return graphs
@@ -223,7 +222,3 @@ def _spread(
         return logits
     spread = logits.new_full((len(logits), vocab_size), -torch.inf)
     return spread.index_copy_(1, token_ids, logits)
-
-
-def _most_likely(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    return sampling.kernels.greedy(logits)

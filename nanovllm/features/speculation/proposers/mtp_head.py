@@ -9,7 +9,6 @@ drafts token i + 2. After the last hidden states it continues with its own outpu
 
 import dataclasses
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.features.speculation.proposers.draft_head import Head
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
+from nanovllm.loading.files import is_gguf
 from nanovllm.loading.tensor_files import read_header
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Family
 from nanovllm.models.expert_parts import expect_stored
@@ -87,18 +87,16 @@ def check_mtp(target: NetworkSpec) -> NetworkSpec:
             needed = f"{PREFIX}fc.weight, {PREFIX}norm.weight, {PREFIX}layers.0.*"
             if config.prefix != PREFIX:
                 needed = f"{config.prefix}eh_proj.weight, {config.prefix}self_attn.*"
+            file = target.files[0]
+            place = file if is_gguf(file) else file.parent
             raise CheckpointError(
-                f"{_place(target.files[0])}: speculative_config: method mtp needs the tensors "
+                f"{place}: speculative_config: method mtp needs the tensors "
                 f"{needed} and others, but the checkpoint has none whose name begins with "
                 f"{config.prefix}"
             )
         check_weights(config, target.files)
     options = dataclasses.replace(target.config, quantization="none", speculative_config=None)
     return NetworkSpec(options, config, target.files)
-
-
-def _place(file: Path) -> Path:
-    return file if file.suffix == ".gguf" else file.parent
 
 
 def _read(target: ModelConfig) -> MTPConfig:
