@@ -20,7 +20,7 @@ from benchmarks.exactness.program import ENGINES
 from benchmarks.exactness.server import Server, texts
 from benchmarks.harness import Table, make_parser
 from nanovllm.apps.prove.proof import DIFFERS, Verdict, full_name, verdict_of
-from nanovllm.apps.prove.requests import Bits, ProofRequest, as_bits, make_workload
+from nanovllm.apps.prove.requests import Bits, ProofRequest, make_workload
 from nanovllm.apps.prove.ways import Calls
 from nanovllm.loading.hub import open_checkpoint
 from nanovllm.loading.tokenizer import serving_tokenizer
@@ -133,7 +133,7 @@ def engine_verdicts(
                 yield Verdict(run.setting, way, "did not run", evidence=error)
                 continue
             line = lines[way]
-            found = [(index, as_bits(bits)) for index, bits in line["answers"]]
+            found = [(index, _as_bits(bits)) for index, bits in line["answers"]]
             if way == "alone":
                 alone[run.setting] = dict(found)
                 continue
@@ -147,6 +147,13 @@ def engine_verdicts(
                 evidence=f"{happened} {run.evidence}" if run.evidence else "",
                 seconds=line["seconds"],
             )
+
+
+def _as_bits(found: Seq[Any]) -> Bits:
+    """Return the bits that another process wrote as JSON."""
+    tokens, *values = found
+    at = (tuple(tuple((t, v) for t, v in position) for position in each) for each in values)
+    return Bits(tuple(tokens), *at)
 
 
 def greedy(request: ProofRequest) -> ProofRequest:

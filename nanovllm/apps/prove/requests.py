@@ -91,13 +91,6 @@ def _values(found: Seq[Mapping[int, Logprob]]) -> Values:
     return tuple(tuple((token, entry.logprob) for token, entry in at.items()) for at in found)
 
 
-def as_bits(found: Seq[Any]) -> Bits:
-    """Return the bits that another process wrote as JSON."""
-    tokens, *values = found
-    at = (tuple(tuple((t, v) for t, v in position) for position in each) for each in values)
-    return Bits(tuple(tokens), *at)
-
-
 class Workload(NamedTuple):
     """Requests, and the indices of each kind of them."""
 

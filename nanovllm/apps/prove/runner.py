@@ -1,20 +1,17 @@
-"""Computes requests in one way: makes the engines, calls `generate`, and counts what happened.
+"""Computes requests in one way: makes the engines, calls `generate`, and counts what happened."""
 
-As a program it does so in a process of its own, for a job in JSON on standard input.
-"""
-
-import json
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, replace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from nanovllm.apps.prove.requests import Bits, ProofRequest, as_bits, bits_of
+from nanovllm.apps.prove.requests import Bits, ProofRequest, bits_of
 from nanovllm.apps.prove.ways import Way
-from nanovllm.errors import EngineDeadError, NanoVLLMError
+from nanovllm.errors import EngineDeadError
 from nanovllm.llm import LLM
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import SamplingParams
@@ -50,7 +47,12 @@ def run(
         if way.keeps_files:
             options["kv_cache_dir"] = directory
         if way.elsewhere:
-            return _run_elsewhere(model, options, way, requests, adapters)
+            here = way._replace(elsewhere=False)
+            try:
+                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                    return pool.submit(run, model, options, here, requests, adapters).result()
+            except BrokenProcessPool as error:
+                raise EngineDeadError(f"another process failed: {error}") from error
         for calls in way.engines:
             llm = LLM(model, **options)
             try:
@@ -123,50 +125,3 @@ def _counts(llm: LLM) -> Counter[str]:
         found["tokens from host memory"] = stats.tiers.num_host_tokens
         found["tokens from files"] = stats.tiers.num_store_tokens
     return found
-
-
-def _run_elsewhere(
-    model: str,
-    options: dict[str, Any],
-    way: Way,
-    requests: Seq[ProofRequest],
-    adapters: Seq[LoRARequest],
-) -> WayAnswers:
-    """Do what `run` does in a new process."""
-    job = {
-        "model": model,
-        "options": options,
-        "engines": way.engines,
-        "requests": requests,
-        "adapters": [asdict(adapter) for adapter in adapters],
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "nanovllm.apps.prove.runner"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise EngineDeadError(f"another process failed: {done.stderr.strip()[-2000:]}")
-    found = json.loads(done.stdout)
-    answers = [(index, as_bits(bits)) for index, bits in found["answers"]]
-    return WayAnswers(answers, Counter(found["counts"]))
-
-
-def main() -> int:
-    """Run the job on standard input, and write what was found to standard output."""
-    job = json.load(sys.stdin)
-    requests = [ProofRequest(*request) for request in job["requests"]]
-    adapters = [LoRARequest(**fields) for fields in job["adapters"]]
-    way = Way("", {}, job["engines"])
-    try:
-        found = run(job["model"], job["options"], way, requests, adapters)
-    except NanoVLLMError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    json.dump(found._asdict(), sys.stdout)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
