@@ -47,9 +47,7 @@ class RunningMean(StateLayer):
         self.in_proj = LinearBase(size, size)
         self.o_proj = LinearBase(size, size)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         rows = batch.state
         assert rows is not None
         (inputs,) = self.extended([self.in_proj(hidden)], rows)
@@ -67,7 +65,7 @@ class RunningMean(StateLayer):
         write_parts(self.states, rows, 0, total[:, None])
         write_parts(self.states, rows, 1, count[:, None])
         out: torch.Tensor = self.o_proj(self.own(means, rows))
-        return out if output_indices is None else out[output_indices]
+        return batch.outputs(out)
 
 
 class RunningMeanForCausalLM(DecoderForCausalLM):

@@ -68,6 +68,16 @@ class Batch:
     # inputs, and what is added to the outputs of the first D layers.
     embeds: tuple[Replaced, ...] = ()
 
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows [O, ...] of `x` [T, ...] that `output_indices` names."""
+        return x if self.output_indices is None else x[self.output_indices]
+
+    @property
+    def before_last(self) -> "Batch":
+        """The batch for all layers but the last: the next one's attention needs all tokens."""
+        is_whole = self.output_indices is None
+        return self if is_whole else dataclasses.replace(self, output_indices=None)
+
     @property
     def angle_rows(self) -> torch.Tensor:
         """[T] int64, the row of the table of angles that each token uses."""

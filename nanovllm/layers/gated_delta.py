@@ -82,9 +82,7 @@ class DeltaRule(StateLayer):
         """Return the gate of the output, for each of its numbers."""
         raise NotImplementedError
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         assert batch.state is not None
         rows = batch.state
@@ -95,10 +93,8 @@ class DeltaRule(StateLayer):
         qkv = kernels.causal_conv(mixed, self.conv1d.taps, None, True, states, rows)
         gates = a, b, self.A_log, self.dt_bias
         heads = self.own(kernels.gated_delta(qkv, *gates, states, rows, self.bound), rows)
-        if output_indices is not None:
-            heads = heads[output_indices]
-            hidden = hidden[output_indices]
-        gate = self.gate(hidden).view(heads.shape)
+        heads = batch.outputs(heads)
+        gate = self.gate(batch.outputs(hidden)).view(heads.shape)
         norm = self.norm.weight, self.norm.eps
         out = kernels.gated_rms_norm(heads, gate, *norm, sigmoid=self.sigmoid)
         return self.out_proj(out.flatten(1))

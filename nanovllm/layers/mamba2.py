@@ -129,9 +129,7 @@ class Mamba2(StateLayer):
             self.norm = GatedNorm(inner_size, sizes.groups, eps, gate_first=gate_first)
         self.out_proj = RowParallelLinear(inner_size, hidden_size, bias=output_bias)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         assert batch.state is not None
         rows = batch.state
@@ -141,11 +139,8 @@ class Mamba2(StateLayer):
         xbc = kernels.causal_conv(mixed, self.conv1d.taps, self.conv1d.bias, True, states, rows)
         fixed = self.A_log, self.D, self.dt_bias, self.limits
         heads = self.own(kernels.mamba2(xbc, dt, *fixed, states, rows), rows)
-        if output_indices is not None:
-            heads = heads[output_indices]
-            hidden = hidden[output_indices]
-        z = self.gate(hidden)
-        out = heads.flatten(1)
+        z = self.gate(batch.outputs(hidden))
+        out = batch.outputs(heads).flatten(1)
         gated = kernels.mul_act(z, out, "silu") if self.norm is None else self.norm(out, z)
         return self.out_proj(gated)
 

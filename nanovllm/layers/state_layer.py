@@ -81,9 +81,7 @@ class ShortConv(StateLayer):
         self.conv = ChannelConv([TensorRows("conv", hidden_size, start, size)], taps, bias=bias)
         self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Change the rows' states; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         assert batch.state is not None
         rows = batch.state
@@ -93,8 +91,5 @@ class ShortConv(StateLayer):
         weight = self.conv.taps
         bias = self.conv.bias
         mixed = kernels.causal_conv(inputs, weight, bias, False, self.states, rows)
-        mixed = self.own(mixed, rows)
-        if output_indices is not None:
-            mixed = mixed[output_indices]
-            after = after[output_indices]
-        return self.out_proj(kernels.mul_act(after, mixed, "identity"))
+        mixed = batch.outputs(self.own(mixed, rows))
+        return self.out_proj(kernels.mul_act(batch.outputs(after), mixed, "identity"))

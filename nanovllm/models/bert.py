@@ -28,17 +28,11 @@ class EncoderLayer(DecoderLayer):
     """Attention and MLP, each of which adds to the norm that it reads."""
 
     def forward(
-        self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, _ = self.add_input(hidden, residual, batch)
-        hidden = self.self_attn(normed, batch, output_indices)
-        if output_indices is not None:
-            normed = normed[output_indices]
-        normed, _ = self.post_attention_layernorm.add_norm(hidden, normed)
+        hidden = self.self_attn(normed, batch)
+        normed, _ = self.post_attention_layernorm.add_norm(hidden, batch.outputs(normed))
         return self.mlp(normed), normed
 
 

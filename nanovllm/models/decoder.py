@@ -73,14 +73,10 @@ class SelfAttention(nn.Module):
         """Write the KV of all T tokens; return the heads [T, num_heads, head_dim]."""
         return self.attn(qkv, self.qk_norm_rope(), batch)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Write the KV of all T tokens; return [O, hidden_size] for `hidden` [T, input_size]."""
         heads = self.attend(self.qkv_proj(hidden), batch)
-        if output_indices is not None:
-            heads = heads[output_indices]
-        return self.o_proj(heads.flatten(1))
+        return self.o_proj(batch.outputs(heads).flatten(1))
 
 
 class GatedMLP(nn.Module):
@@ -137,11 +133,7 @@ class DecoderLayer(nn.Module):
         """Called with the layer's input sum of all T tokens and their slots; None: not needed."""
 
     def forward(
-        self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of all T tokens; return (MLP output, residual), [O, hidden_size] each.
 
@@ -150,10 +142,8 @@ class DecoderLayer(nn.Module):
             residual: [T, hidden_size].
         """
         hidden, residual = self.add_input(hidden, residual, batch)
-        hidden = self.self_attn(hidden, batch, output_indices)
-        if output_indices is not None:
-            residual = residual[output_indices]
-        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        hidden = self.self_attn(hidden, batch)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, batch.outputs(residual))
         return self.mlp(hidden), residual
 
     def add_input(
@@ -188,10 +178,10 @@ class Decoder(nn.Module):
         residual = self.first_input(batch)
         size = residual.shape[1]
         hidden: torch.Tensor | None = None
+        whole = batch.before_last
         for number, layer in enumerate(self.layers, 1):
-            # The next layer's attention needs all tokens, so only the last layer drops some.
-            output_indices = batch.output_indices if layer is self.layers[-1] else None
-            hidden, residual = layer(hidden, residual, batch, output_indices)
+            of_layer = batch if layer is self.layers[-1] else whole
+            hidden, residual = layer(hidden, residual, of_layer)
             for indices, values in batch.embeds:
                 if number * size < values.shape[1]:
                     hidden[indices] += values[:, number * size :][:, :size].to(hidden.dtype)

@@ -29,18 +29,16 @@ class ParallelMixer(nn.Module):
         names = ("attention_in", "attention_out", "ssm_in", "ssm_out")
         self._factors = [config.number(f"{name}_multiplier", 1.0) for name in names]
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Write KV and states; return [O, hidden_size] for `hidden` [T, hidden_size], which may be
         overwritten.
         """
         kernels = self.kernels
         attention_in, attention_out, mamba_in, mamba_out = self._factors
         copy = hidden if mamba_in == 1.0 else kernels.join_columns([hidden])
-        mixed = self.mamba(_scaled(kernels, copy, mamba_in), batch, output_indices)
+        mixed = self.mamba(_scaled(kernels, copy, mamba_in), batch)
         hidden = _scaled(kernels, hidden, attention_in)
-        heads = self.attention(hidden, batch, output_indices)
+        heads = self.attention(hidden, batch)
         total = _scaled(kernels, mixed, mamba_out)
         kernels.add(_scaled(kernels, heads, attention_out), total)
         return total

@@ -185,14 +185,14 @@ class Gemma4Decoder(ScaledDecoder):
     def forward(self, batch: Batch) -> torch.Tensor:
         residual = self.first_input(batch)
         inputs = self._layer_inputs(batch, residual) if self._size else None
+        whole = batch.before_last
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Layer)
-            output_indices = batch.output_indices if layer is self.layers[-1] else None
-            hidden, residual = layer(None, residual, batch, output_indices)
+            of_layer = batch if layer is self.layers[-1] else whole
+            hidden, residual = layer(None, residual, of_layer)
             own = None
             if inputs is not None:
-                own = inputs[:, index * self._size : (index + 1) * self._size]
-                own = own if output_indices is None else own[output_indices]
+                own = of_layer.outputs(inputs[:, index * self._size : (index + 1) * self._size])
             residual = layer.finish(hidden, residual, own)
         hidden, _ = self.norm.add_norm(None, residual)
         return hidden

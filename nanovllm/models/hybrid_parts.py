@@ -42,19 +42,11 @@ class BlockLayer(DecoderLayer):
         del self.post_attention_layernorm
 
     def forward(
-        self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = self.add_input(hidden, residual, batch)
-        if self._mixes:
-            hidden = self.self_attn(hidden, batch, output_indices)
-        if output_indices is not None:
-            residual = residual[output_indices]
-            hidden = hidden if self._mixes else hidden[output_indices]
-        return self.mlp(hidden), residual
+        hidden = self.self_attn(hidden, batch) if self._mixes else batch.outputs(hidden)
+        return self.mlp(hidden), batch.outputs(residual)
 
 
 class HeadGatedAttention(GatedAttention):

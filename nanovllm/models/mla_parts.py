@@ -149,15 +149,11 @@ class LatentAttention(nn.Module):
         options = AttentionOptions(scale=scale, value_dim=latent)
         self.attn = Attention(heads, 1, sizes.row, options)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Write the rows of all T tokens; return [O, hidden_size] for `hidden` [T, hidden_size]."""
         norm = qk_norm_rope(None, None, self.rotary_emb)
-        latents = self.attn(self._queries_and_rows(hidden), norm, batch)
-        if output_indices is not None:
-            latents = latents[output_indices]
-            hidden = hidden[output_indices]
+        latents = batch.outputs(self.attn(self._queries_and_rows(hidden), norm, batch))
+        hidden = batch.outputs(hidden)
         size = self.sizes.v_head_dim
         heads = latents.shape[1]
         values = torch.empty(len(latents), heads, size, dtype=hidden.dtype, device=hidden.device)

@@ -124,14 +124,10 @@ class GatedAttention(SelfAttention):
         outputs = {"gate_proj": config.num_heads * config.head_dim}
         return MergedColumnParallelLinear(config.hidden_size, outputs, bias=False)
 
-    def forward(
-        self, hidden: torch.Tensor, batch: Batch, output_indices: torch.Tensor | None
-    ) -> torch.Tensor:
-        heads = self.attend(self.qkv_proj(hidden), batch)
-        if output_indices is not None:
-            heads = heads[output_indices]
-            hidden = hidden[output_indices]
-        gated = self.kernels.mul_act(self.gate(hidden), heads.flatten(1), self.activation)
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        heads = batch.outputs(self.attend(self.qkv_proj(hidden), batch))
+        gate = self.gate(batch.outputs(hidden))
+        gated = self.kernels.mul_act(gate, heads.flatten(1), self.activation)
         return self.o_proj(gated)
 
 
@@ -189,17 +185,11 @@ class SandwichLayer(DecoderLayer):
         self.after_mlp_norm = RMSNorm(config.hidden_size, eps, **norm)
 
     def forward(
-        self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = self.add_input(hidden, residual, batch)
-        hidden = self.after_attention_norm(self.self_attn(hidden, batch, output_indices))
-        if output_indices is not None:
-            residual = residual[output_indices]
-        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        hidden = self.after_attention_norm(self.self_attn(hidden, batch))
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, batch.outputs(residual))
         return self.after_mlp_norm(self.feed_forward(hidden, residual)), residual
 
     def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -233,17 +223,12 @@ class ParallelLayer(DecoderLayer):
             del self.post_attention_layernorm
 
     def forward(
-        self,
-        hidden: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = self.add_input(hidden, residual, batch)
-        total: torch.Tensor = self.self_attn(hidden, batch, output_indices)
-        if output_indices is not None:
-            hidden = hidden[output_indices]
-            residual = residual[output_indices]
+        total: torch.Tensor = self.self_attn(hidden, batch)
+        hidden = batch.outputs(hidden)
+        residual = batch.outputs(residual)
         if not self.one_norm:
             hidden = self.post_attention_layernorm(residual)
         self.kernels.add(self.mlp(hidden), total)

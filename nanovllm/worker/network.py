@@ -80,18 +80,12 @@ class Network:
         tables: DeviceTables,
         rows: list[Row],
         output_indices: torch.Tensor | None,
-        embeds: tuple[Replaced, ...] = (),
-        rope: tuple[Replaced, ...] = (),
-        ends: tuple[Replaced, ...] = (),
+        *replaced: tuple[Replaced, ...],
     ) -> torch.Tensor:
-        """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size].
-
-        Args:
-            output_indices: [O], the tokens in the batch whose hidden states are returned, in this
-                order. None: all T. Empty: one, of any token.
-            embeds, rope, ends: for `Batch.embeds`, `Batch.rope_positions` and `Batch.ends`.
+        """Write the KV of all T tokens of `rows`; return hidden states [O, hidden_size]. The
+        arguments are those of `batch`.
         """
-        return self.run(self.batch(tables, rows, output_indices, embeds, rope, ends))
+        return self.run(self.batch(tables, rows, output_indices, *replaced))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Write the KV of the tokens of a planned batch; return what the model returns."""
@@ -109,7 +103,13 @@ class Network:
         rope: tuple[Replaced, ...] = (),
         ends: tuple[Replaced, ...] = (),
     ) -> Batch:
-        """Return the batch of `rows` for a call of the model. See `forward`."""
+        """Return the batch of `rows` for a call of the model.
+
+        Args:
+            output_indices: [O], the tokens in the batch whose hidden states are returned, in this
+                order. None: all T. Empty: one, of any token.
+            embeds, rope, ends: for `Batch.embeds`, `Batch.rope_positions` and `Batch.ends`.
+        """
         batch = tables.batch(rows, rope, ends)
         if output_indices is not None and len(output_indices) == 0:
             # Chunks in mid-prompt alone. Kernels must not see an empty batch: keep the first token.

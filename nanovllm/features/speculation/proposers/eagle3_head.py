@@ -279,11 +279,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        batch: Batch,
-        output_indices: torch.Tensor | None,
+        self, embeds: torch.Tensor, hidden: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of all T tokens; return (MLP output, residual), [O, hidden_size] each."""
         embeds, _ = self.input_layernorm.add_norm(None, embeds)
@@ -291,10 +287,8 @@ class Eagle3Layer(nn.Module):
         joined = self.hidden_norm.kernels.join_columns((embeds, normed))
         if self._norm_before_residual:
             residual = normed
-        hidden = self.self_attn(joined, batch, output_indices)
-        if output_indices is not None:
-            residual = residual[output_indices]
-        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        hidden = self.self_attn(joined, batch)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, batch.outputs(residual))
         return self.mlp(hidden), residual
 
 
@@ -402,7 +396,7 @@ class LlamaForCausalLMEagle3(Head):
         """
         assert self._embed is not None, "share() comes first"
         embeds = self._embed(batch.input_ids)
-        output, residual = self.midlayer(embeds, hidden, batch, batch.output_indices)
+        output, residual = self.midlayer(embeds, hidden, batch)
         normed, total = self.norm.add_norm(output, residual)
         return normed if self.config.norm_output else total
 

@@ -151,7 +151,7 @@ class MTPParts(nn.Module):
         embeds, _ = self.pre_fc_norm_embedding.add_norm(None, embeds)
         hidden, _ = self.pre_fc_norm_hidden.add_norm(None, hidden)
         joined = self.norm.kernels.join_columns((embeds, hidden))
-        output, residual = self.layers[0](None, self.fc(joined), batch, batch.output_indices)
+        output, residual = self.layers[0](None, self.fc(joined), batch)
         hidden, _ = self.norm.add_norm(output, residual)
         return hidden
 
@@ -206,9 +206,9 @@ class MTPHead(Head):
         kernels = decoder.norm.kernels
 
         def storing(batch: Batch) -> torch.Tensor:
-            hidden = forward(dataclasses.replace(batch, output_indices=None))
+            hidden = forward(batch.before_last)
             kernels.store_rows(features, hidden, batch.slot_mapping)
-            return hidden if batch.output_indices is None else hidden[batch.output_indices]
+            return batch.outputs(hidden)
 
         decoder.forward = storing  # type: ignore[method-assign]
 
