@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.config_fields import config_number
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
@@ -11,7 +10,7 @@ from nanovllm.models.hybrid_parts import check_mixed
 from nanovllm.models.kimi_linear import KIMI_ALIASES, KIMI_NAMES, TYPES, kimi_delta
 from nanovllm.models.mla_parts import LatentAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import unsupported
 
 
 class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
@@ -41,9 +40,7 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
             if any(config.per_layer(key) or ()):
-                raise UnsupportedModelError(
-                    f"config.json: {key} {shown(config.fields[key])} is not supported (only zeros)"
-                )
+                raise unsupported(f"config.json: {key}", config.fields[key], "zeros")
         # In the published config.json partial_rotary_factor is the share of qk_rope_head_dim in a
         # head of Kimi Delta Attention: it changes nothing.
         rope = dataclasses.replace(config.rope, partial=1.0)

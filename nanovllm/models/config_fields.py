@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.rotary_embedding import RopeConfig
-from nanovllm.options.validation import check_bool, check_float, check_int, shown
+from nanovllm.options.validation import check_bool, check_float, check_int, shown, unsupported
 
 MAX_SIZE = 2**24
 """Far above every known model, and low enough that no product of sizes overflows."""
@@ -203,10 +203,7 @@ def _rope_type(settings: dict[str, Any]) -> str:
     if isinstance(rope_type, str):
         rope_type = _ROPE_NAMES.get(rope_type, rope_type)
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
-        raise UnsupportedModelError(
-            f"config.json: rope scaling {shown(rope_type)} is not supported "
-            f"({', '.join(_ROPE_KEYS)})"
-        )
+        raise unsupported("config.json: rope scaling", rope_type, ", ".join(_ROPE_KEYS))
     for key in _ROPE_KEYS[rope_type]:
         if key not in settings:
             raise CheckpointError(f"config.json: rope scaling {rope_type!r} has no {key}")

@@ -7,7 +7,6 @@ from typing import ClassVar
 from torch import nn
 
 from nanovllm.attention.spec import AttentionOptions
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.experts import StoredExperts
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.rotary_embedding import RopeConfig
@@ -16,7 +15,6 @@ from nanovllm.models.expert_parts import expect_stored, sparse_mlp, with_shared
 from nanovllm.models.hybrid_parts import MAMBA_NAMES, check_mixed, mamba_mixer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import MultipliedForCausalLM, Multipliers, attention_biases
-from nanovllm.options.validation import shown
 
 
 class GraniteForCausalLM(MultipliedForCausalLM):
@@ -101,12 +99,9 @@ class GraniteMoeHybridForCausalLM(GraniteMoeForCausalLM):
         types = check_mixed(config.layer_types_of(kinds, ["linear_attention"] * config.num_layers))
         if types[index] == "linear_attention":
             return mamba_mixer(config, config.size("mamba_expand") * config.hidden_size)
-        kind = config.fields.get("position_embedding_type")
-        if kind not in ("rope", "nope", None):
-            raise UnsupportedModelError(
-                f"config.json: position_embedding_type {shown(kind)} is not supported (rope, nope)"
-            )
-        return self.make_attention(config, config.rope if kind == "rope" else None)
+        config.only("position_embedding_type", "rope", "nope")
+        rotates = config.fields.get("position_embedding_type") == "rope"
+        return self.make_attention(config, config.rope if rotates else None)
 
     def make_mlp(self, config: ModelConfig) -> nn.Module:
         size = config.size("shared_intermediate_size")

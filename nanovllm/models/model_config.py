@@ -22,7 +22,7 @@ from nanovllm.models.config_fields import (
     read_rope,
     text_fields,
 )
-from nanovllm.options.validation import check_float, shown
+from nanovllm.options.validation import check_float, shown, unsupported
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
@@ -200,10 +200,7 @@ class ModelConfig:
         """Check that the family's own field `key` is absent, null, or one of `values`."""
         value = self.fields.get(key)
         if value is not None and value not in values:
-            raise UnsupportedModelError(
-                f"config.json: {key} {shown(value)} is not supported (only "
-                f"{', '.join(map(str, values))})"
-            )
+            raise unsupported(f"config.json: {key}", value, ", ".join(map(str, values)))
 
     def window(self) -> int | None:
         """Return the window of every layer in tokens; None if the config has none."""

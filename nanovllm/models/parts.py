@@ -8,7 +8,6 @@ from torch import nn
 
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import QKNormRope
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
 from nanovllm.layers.activation import Act
@@ -19,7 +18,7 @@ from nanovllm.layers.pieces import SmallLinear, TensorRows, head_shards
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import shown
+from nanovllm.options.validation import unsupported
 from nanovllm.utils.distributed import all_reduce, tensor_parallel
 
 _TOWERS = (
@@ -353,11 +352,7 @@ GELU_TANH = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytor
 def gelu_tanh(config: ModelConfig) -> str:
     """Check that the config's activation is Gemma's; return its name in `Kernels.act_and_mul`."""
     for key, supported in GELU_TANH.items():
-        name = config.fields.get(key)
-        if name not in (supported, None):
-            raise UnsupportedModelError(
-                f"config.json: {key} {shown(name)} is not supported (only {supported})"
-            )
+        config.only(key, supported)
     return "gelu_tanh"
 
 
@@ -390,9 +385,7 @@ def named_activation(config: ModelConfig, key: str = "hidden_act", default: str 
 def activation_of(name: Any, key: str) -> str:
     """Do what `named_activation` does for a field of any part of config.json."""
     if not isinstance(name, str) or name not in _ACTIVATION_NAMES:
-        raise UnsupportedModelError(
-            f"config.json: {key} {shown(name)} is not supported ({', '.join(_ACTIVATION_NAMES)})"
-        )
+        raise unsupported(f"config.json: {key}", name, ", ".join(_ACTIVATION_NAMES))
     return _ACTIVATION_NAMES[name]
 
 

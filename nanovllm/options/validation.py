@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, dataclass_transform
 
-from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError
+from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from nanovllm.options.other_names import OtherName
@@ -53,6 +53,11 @@ def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
     """Return the first `most` of `items`, and how many more there are: for errors."""
     rest = len(items) - most
     return separator.join([*items[:most], *([f"and {rest} more"] if rest > 0 else [])])
+
+
+def unsupported(name: str, value: Any, supported: str) -> UnsupportedModelError:
+    """Return the error for a setting whose value is not implemented."""
+    return UnsupportedModelError(f"{name} {shown(value)} is not supported (only {supported})")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

@@ -24,7 +24,14 @@ from nanovllm.loading.files import (
     parse_object,
     refuse_pointer,
 )
-from nanovllm.options.validation import check_bool, check_float, check_int, listed, shown
+from nanovllm.options.validation import (
+    check_bool,
+    check_float,
+    check_int,
+    listed,
+    shown,
+    unsupported,
+)
 from nanovllm.utils.safe_regex import SafeRegex
 
 T = TypeVar("T")
@@ -95,9 +102,7 @@ def read_peft_config(fields: dict[str, Any], source: str) -> PeftConfig:
         CheckpointError: a field is missing or has an invalid value.
     """
     if fields.get("peft_type") != "LORA":
-        raise UnsupportedModelError(
-            f"{source}: peft_type {shown(fields.get('peft_type'))} is not supported (only LORA)"
-        )
+        raise unsupported(f"{source}: peft_type", fields.get("peft_type"), "LORA")
     for name, value in fields.items():
         if name not in _WITHOUT_MEANING and value not in (None, False, [], {}, ""):
             raise UnsupportedModelError(
@@ -105,9 +110,7 @@ def read_peft_config(fields: dict[str, Any], source: str) -> PeftConfig:
                 "the model with peft's merge_and_unload"
             )
     if fields.get("bias", "none") != "none":
-        raise UnsupportedModelError(
-            f"{source}: bias {shown(fields['bias'])} is not supported (only none)"
-        )
+        raise unsupported(f"{source}: bias", fields["bias"], "none")
     init = fields.get("init_lora_weights", True)
     if not isinstance(init, bool) and init not in _PLAIN_INITS:
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.files import MAX_JSON_BYTES, check_file, is_gguf, parse_object, read_json
 from nanovllm.loading.hub import Checkpoint
-from nanovllm.options.validation import check_choice, shown
+from nanovllm.options.validation import check_choice, shown, unsupported
 
 _OLD_POOLINGS = {
     "pooling_mode_cls_token": "cls",
@@ -209,10 +209,7 @@ def read_modules(path: Path) -> list[tuple[Path, File]]:
             )
         kind = module.type.rpartition(".")[2]
         if kind not in _KINDS:
-            raise UnsupportedModelError(
-                f"modules.json: the module {shown(module.type)} is not supported (only "
-                f"{', '.join(_KINDS)})"
-            )
+            raise unsupported("modules.json: the module", module.type, ", ".join(_KINDS))
         kinds.append(kind)
         files = _TRANSFORMER_FILES if kind == "Transformer" else ["config.json"]
         names = [str(folder / name) for name in files]

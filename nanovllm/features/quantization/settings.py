@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.options import validation
 from nanovllm.options.validation import listed, shown
 from nanovllm.utils.safe_regex import SafeRegex
 
@@ -54,9 +55,7 @@ def check_supported(config: Mapping[str, Any], supported: Mapping[str, tuple[Any
 
 def unsupported(key: str, value: Any, supported: str, where: str = WHERE) -> UnsupportedModelError:
     """Return the error for a setting whose value is not implemented."""
-    return UnsupportedModelError(
-        f"{where}: {key} {shown(value)} is not supported (only {supported})"
-    )
+    return validation.unsupported(f"{where}: {key}", value, supported)
 
 
 def read_object(value: Any, where: str, entries: int | None = None) -> dict[str, Any]:

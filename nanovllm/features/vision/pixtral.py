@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, InvalidRequestError
 from nanovllm.features.vision.family import (
     CLIP_MEAN,
     CLIP_STD,
@@ -18,7 +18,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import inverse_frequencies
 from nanovllm.models.config_fields import config_number
 from nanovllm.models.parts import activation_of
-from nanovllm.options.validation import check_bool, check_int, shown
+from nanovllm.options.validation import check_bool, check_int, unsupported
 
 
 class Pixtral(VisionFamily):
@@ -60,9 +60,7 @@ class Pixtral(VisionFamily):
 
     def make_tower(self) -> VisionTower:
         if (layer := self.config.get("vision_feature_layer", -1)) != -1:
-            raise UnsupportedModelError(
-                f"config.json: vision_feature_layer {shown(layer)} is not supported (only -1)"
-            )
+            raise unsupported("config.json: vision_feature_layer", layer, "-1")
         config = TowerConfig(
             **self.sizes(24, 1024, 4096, 16),
             patch_shape=(3, self.patch, self.patch),

@@ -28,7 +28,7 @@ from nanovllm.loading.tensor_files import read_header
 from nanovllm.models.config_fields import config_bool, config_size
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.options.validation import check_int, shown
+from nanovllm.options.validation import check_int, shown, unsupported
 from nanovllm.utils.distributed import tensor_parallel
 from nanovllm.worker.model_loader import check_weights
 
@@ -172,9 +172,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
         kind = config["speculators_model_type"]
         layer = config.get("transformer_layer_config")
         if kind != "eagle3":
-            raise UnsupportedModelError(
-                f"config.json: speculators_model_type {shown(kind)} is not supported (only eagle3)"
-            )
+            raise unsupported("config.json: speculators_model_type", kind, "eagle3")
         if not isinstance(layer, dict):
             raise CheckpointError(
                 f"config.json: transformer_layer_config must be an object, is {shown(layer)}"
