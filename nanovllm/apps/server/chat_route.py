@@ -104,13 +104,11 @@ class _Answer:
         readers = (AnswerReader(server, body, prompt, functions) for _ in range(body.n or 1))
         self._choices = [_Choice(reader) for reader in readers]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
-        self._num_output = 0  # tokens that came
         self._options = options = body.stream_options or StreamOptions()
         self._is_plain = not (body.logprobs or body.return_token_ids or options.with_each_chunk)
         """Whether the chunk of a text has nothing else that is new."""
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        self._num_output = sum(len(c.token_ids) for c in output.outputs)
         choices = [self._choice(completion) for completion in output.outputs]
         return {
             **self._head,
@@ -152,7 +150,6 @@ class _Answer:
                 frames.append(frame(self._first_chunk(completion.index, output)))
                 text = self._chunk_choice(completion.index, {"content": TextFrames.TEXT})
                 choice.text_frames = TextFrames(self._chunk(text, output))
-            self._num_output += len(completion.token_ids)
             match choice.parts(completion):
                 case [TextDelta() as part] if self._is_plain and completion.finish_reason is None:
                     frames.append(choice.text_frames.frame(part.text))
@@ -185,7 +182,8 @@ class _Answer:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
-        return usage(len(output.prompt_token_ids), self._num_output, output.num_cached_tokens)
+        num_output = sum(choice.reader.num_output for choice in self._choices)
+        return usage(len(output.prompt_token_ids), num_output, output.num_cached_tokens)
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         """Return the usage of the whole answer."""

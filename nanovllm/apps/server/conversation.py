@@ -192,11 +192,12 @@ class AnswerReader:
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer
         self._reasoning = ""
         self._arguments: str | None = None  # of the last call
-        self._num_output = 0
+        self.num_output = 0
+        """How many tokens came."""
 
     def parts(self, completion: CompletionOutput) -> list[Part]:
         """Return what is certain after the next piece of the answer."""
-        self._num_output += len(completion.token_ids)
+        self.num_output += len(completion.token_ids)
         parts = self._parser.feed(completion.text)
         self._note(parts)
         if completion.finish_reason is not None:
@@ -241,4 +242,4 @@ class AnswerReader:
         if not self._reasoning:
             return 0
         token_ids = self._tokenizer.encode(self._reasoning, add_special_tokens=False)
-        return min(len(token_ids), self._num_output)
+        return min(len(token_ids), self.num_output)

@@ -521,7 +521,6 @@ class _Answer:
         self._reader = AnswerReader(server, body, prompt, typed(body.functions))
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._max_model_len = server.max_model_len
-        self._num_output = 0
         self._block: dict[str, Any] | None = None  # the last of the content, while it grows
         self._arguments = ""  # of the block, if it is a call
         self.message: dict[str, Any] = {
@@ -545,18 +544,18 @@ class _Answer:
     def events(self, output: RequestOutput) -> list[Event]:
         (completion,) = output.outputs
         is_first = "usage" not in self.message
-        self._num_output += len(completion.token_ids)
+        parts = self._reader.parts(completion)
         self.message["usage"] = {
             "input_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": output.num_cached_tokens,
-            "output_tokens": self._num_output,
+            "output_tokens": self._reader.num_output,
             "output_tokens_details": {"thinking_tokens": 0},
         }
         events = []
         if is_first:
             events += [_event("message_start", message=self.message), _event("ping")]
-        for part in self._reader.parts(completion):
+        for part in parts:
             events += self._add(part)
         if completion.finish_reason is not None:
             events += self._end(completion)

@@ -567,7 +567,6 @@ class _Answer:
         self._encodes_reasoning = body.includes("reasoning.encrypted_content")
         self._arguments = ""  # of the item, if it is a call of a custom tool
         self._num_events = 0
-        self._num_output = 0
         self._item: dict[str, Any] | None = None  # the last of the output, while it grows
         given = body.model_dump(include=set(_ECHOED), exclude_none=True, by_alias=True)
         echoed = {**_ECHOED, **given}
@@ -626,7 +625,6 @@ class _Answer:
     def _events(self, output: RequestOutput) -> list[Event]:
         """Return the events of what is new of the answer; at its end, set its status and usage."""
         (completion,) = output.outputs
-        self._num_output += len(completion.token_ids)
         parts = self._reader.parts(completion)
         events = [event for part in parts for event in self._add(part)]
         if completion.finish_reason is not None:
@@ -648,9 +646,9 @@ class _Answer:
         response["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "output_tokens": self._num_output,
+            "output_tokens": self._reader.num_output,
             "output_tokens_details": {"reasoning_tokens": self._reader.num_reasoning_tokens},
-            "total_tokens": num_prompt + self._num_output,
+            "total_tokens": num_prompt + self._reader.num_output,
         }
 
     def _add(self, part: Part) -> Iterator[Event]:
