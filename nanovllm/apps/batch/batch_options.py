@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from nanovllm import __version__
-from nanovllm.apps.server.server_options import template_text
+from nanovllm.apps.server.server_options import AnswerOptions
 from nanovllm.errors import ConfigError
 from nanovllm.loading.files import check_file, local_path
 from nanovllm.options.config import Config
@@ -21,30 +21,18 @@ from nanovllm.options.validation import (
     check_int,
     check_names,
     check_text,
-    check_texts,
     checked_dataclass,
 )
 
 
 @checked_dataclass(ConfigError)
-class BatchOptions:
+class BatchOptions(AnswerOptions):
     """How `nanovllm batch` answers rows, and who computes them.
 
     Raises:
         ConfigError: a field is unknown, of the wrong type, or out of range.
     """
 
-    chat_template: Annotated[str | None, template_text] = None
-    """File with a Jinja template for messages, or the template itself. None is the checkpoint's."""
-    tool_call_parser: Annotated[str, check_text] = "auto"
-    """Format of tool calls in answers; "auto" recognises it by the chat template."""
-    reasoning_parser: Annotated[str, check_text] = "auto"
-    """Format of reasoning in answers, likewise."""
-    served_model_name: Annotated[str | None, check_text] = None
-    """Name of the model in the bodies. None is the last part of its path, or its hub id."""
-    lora_modules: Annotated[tuple[str, ...], check_texts] = ()
-    """LoRA adapters that bodies can name as their model, each name=path, or JSON such as {"name":
-    "sql", "path": "/adapters/sql"}. They need enable_lora."""
     workers: Annotated[int, check_int, 1, 2**16] = 1
     """Number of engines. More than one are actors of Ray; so is one with an address or options."""
     ray_address: Annotated[str | None, check_text] = None
@@ -53,11 +41,6 @@ class BatchOptions:
     worker_options: Annotated[dict[str, Any] | None, check_names] = None
     """Options of a worker's Ray actor, such as {"num_cpus": 8}. None is as many GPUs as ranks, or
     one CPU where there are none."""
-
-    @property
-    def parsers(self) -> tuple[str, str]:
-        """The formats of tool calls and of reasoning."""
-        return self.tool_call_parser, self.reasoning_parser
 
     @property
     def uses_ray(self) -> bool:

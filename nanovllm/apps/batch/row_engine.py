@@ -5,6 +5,7 @@ and times, is replaced, so that the same row has the same output.
 """
 
 import asyncio
+import dataclasses
 import logging
 import re
 from typing import Any
@@ -26,7 +27,7 @@ from nanovllm.apps.batch.rows import (
     short_digest,
 )
 from nanovllm.apps.server.app import make_app
-from nanovllm.apps.server.server_options import ServerOptions
+from nanovllm.apps.server.server_options import AnswerOptions, ServerOptions
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineDeadError, log_failure
 from nanovllm.options.validation import did_you_mean, shown
@@ -116,12 +117,9 @@ class RowApp:
     def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
         self.llm = llm
         self._seed = options.seed
+        names = [field.name for field in dataclasses.fields(AnswerOptions)]
         served = ServerOptions(
-            served_model_name=options.batch.served_model_name,
-            lora_modules=options.batch.lora_modules,
-            chat_template=options.batch.chat_template,
-            tool_call_parser=options.batch.tool_call_parser,
-            reasoning_parser=options.batch.reasoning_parser,
+            **{name: getattr(options.batch, name) for name in names},
             max_waiting=2**20,
             max_body_bytes=2**30,
             read_timeout=1e6,

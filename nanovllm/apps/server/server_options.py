@@ -71,8 +71,31 @@ def _origins(error: Error, name: str, value: Any) -> tuple[str, ...]:
     return given
 
 
+@dataclasses.dataclass(frozen=True)
+class AnswerOptions:
+    """What is set for the requests of a server as for the rows of a batch."""
+
+    served_model_name: Annotated[str | None, _names] = None
+    """Name of the model in requests and answers, or several with commas between; None is the last
+    part of its path, or its hub id."""
+    lora_modules: Annotated[tuple[str, ...], check_texts] = ()
+    """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
+    "sql", "path": "/adapters/sql"}. They need enable_lora."""
+    chat_template: Annotated[str | None, template_text] = None
+    """File with a Jinja template, or the template itself. None is the checkpoint's template."""
+    tool_call_parser: Annotated[str, check_text] = "auto"
+    """Format of tool calls in answers; "auto" recognises it by the chat template."""
+    reasoning_parser: Annotated[str, check_text] = "auto"
+    """Format of reasoning in answers; "auto" recognises it by the chat template."""
+
+    @property
+    def parsers(self) -> tuple[str, str]:
+        """The formats of tool calls and of reasoning."""
+        return self.tool_call_parser, self.reasoning_parser
+
+
 @checked_dataclass(ConfigError)
-class ServerOptions:
+class ServerOptions(AnswerOptions):
     """Where the server listens, who may use it and how much it takes on.
 
     Raises:
@@ -89,12 +112,6 @@ class ServerOptions:
         default=(), repr=False
     )
     """Keys, one of which a request must bring; without keys everyone is let in."""
-    served_model_name: Annotated[str | None, _names] = None
-    """Name of the model in requests and answers, or several with commas between; None is the last
-    part of its path, or its hub id."""
-    lora_modules: Annotated[tuple[str, ...], check_texts] = ()
-    """LoRA adapters that requests can name as their model, each name=path, or JSON such as {"name":
-    "sql", "path": "/adapters/sql"}. They need enable_lora."""
     lora_directory: Annotated[str | None, check_text] = None
     """Directory below which LoRA adapters lie that clients may load with /v1/load_lora_adapter, and
     unload, while the server runs. It needs enable_lora. None is that they may not."""
@@ -125,15 +142,9 @@ class ServerOptions:
     root_path: Annotated[str | None, _path] = None
     """Path under which a proxy has the server, such as "/llm"; requests may come with it or
     without. None is no path."""
-    chat_template: Annotated[str | None, template_text] = None
-    """File with a Jinja template, or the template itself. None is the checkpoint's template."""
     default_chat_template_kwargs: Annotated[dict[str, Any] | None, check_json_object] = None
     """Variables of the template in every request, such as {"enable_thinking": false}; a
     request's own come before them. None: no variables."""
-    tool_call_parser: Annotated[str, check_text] = "auto"
-    """Format of tool calls in answers; "auto" recognises it by the chat template."""
-    reasoning_parser: Annotated[str, check_text] = "auto"
-    """Format of reasoning in answers; "auto" recognises it by the chat template."""
     enable_sleep_mode: bool = False
     """Let clients put the engine to sleep and wake it up, with POST /sleep and /wake_up."""
     dev_mode: bool = False
@@ -185,7 +196,7 @@ def check_options(options: ServerOptions, config: Config) -> None:
         find_answer_format,  # slow to import
     )
 
-    find_answer_format(None, options.tool_call_parser, options.reasoning_parser)
+    find_answer_format(None, *options.parsers)
     for name in ("lora_modules", "lora_directory"):
         if getattr(options, name) and not config.enable_lora:
             raise ConfigError(

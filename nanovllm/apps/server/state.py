@@ -92,10 +92,9 @@ class ServerState:
     @cached_property
     def answer_format(self) -> AnswerFormat:
         """How the model marks reasoning and tool calls. It may render the chat template."""
-        parsers = self.options.tool_call_parser, self.options.reasoning_parser
         processor = self.llm.engine.input_processor
         if (tokenizer := processor.tokenizer) is None:
-            return find_answer_format(None, *parsers)
+            return find_answer_format(None, *self.options.parsers)
         template = tokenizer.chat_template if self.chat_template is None else self.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("tool_use", template.get("default"))
@@ -103,7 +102,7 @@ class ServerState:
             template = None
         shape = None if template is None else processor.chat.shape(template)
         added = tokenizer.added_tokens_decoder
-        return find_answer_format(template, *parsers, added, shape)
+        return find_answer_format(template, *self.options.parsers, added, shape)
 
     @cached_property
     def transfer(self) -> "WeightTransfer":
