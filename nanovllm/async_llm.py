@@ -86,12 +86,12 @@ class AsyncLLM(AsyncWeightMethods):
             lambda: prompt,
             sampling_params,
             request_id,
-            priority,
             user,
-            lora_request,
+            on_finished,
+            take,
             stream=True,
-            on_finished=on_finished,
-            take=take,
+            priority=priority,
+            lora_request=lora_request,
         )
 
     @takes_other_keywords
@@ -121,11 +121,10 @@ class AsyncLLM(AsyncWeightMethods):
             InvalidRequestError: the prompt or a parameter is invalid or unsupported.
             EngineDeadError: the engine is down.
         """
-        outputs = self._run_request(
-            lambda: prompt, sampling_params, request_id, priority, user, lora_request, stream=False
+        given = sampling_params, request_id, user
+        return await self._whole(
+            lambda: prompt, *given, priority=priority, lora_request=lora_request
         )
-        async with contextlib.aclosing(outputs):
-            return await anext(outputs)
 
     @takes_other_keywords
     async def chat(
@@ -152,25 +151,11 @@ class AsyncLLM(AsyncWeightMethods):
                 as for `generate`.
             EngineDeadError: the engine is down.
         """
-        options = template_options(
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            chat_template,
-            chat_template_kwargs,
-        )
-        render = self._processor.render
-        outputs = self._run_request(
-            lambda: render(messages, options),
-            sampling_params,
-            request_id,
-            priority,
-            user,
-            lora_request,
-            stream=False,
-        )
-        async with contextlib.aclosing(outputs):
-            return await anext(outputs)
+        shape = add_generation_prompt, continue_final_message, tools, chat_template
+        options = template_options(*shape, chat_template_kwargs)
+        given = sampling_params, request_id, user
+        render = partial(self._processor.render, messages, options)
+        return await self._whole(render, *given, priority=priority, lora_request=lora_request)
 
     @takes_other_keywords
     async def embed(
@@ -281,19 +266,23 @@ class AsyncLLM(AsyncWeightMethods):
             fulfil(done, command)
             return done
 
+    async def _whole(self, *request: Any, **options: Any) -> RequestOutput:
+        """Return the one output of what `_run_request` runs."""
+        outputs = self._run_request(*request, **options)
+        async with contextlib.aclosing(outputs):
+            return await anext(outputs)
+
     async def _run_request(
         self,
         make_prompt: Callable[[], PromptInput],
         params: SamplingParams | PoolingParams | None,
         request_id: str | None,
-        priority: int,
         user: str | None,
-        lora_request: LoRARequest | None,
-        *,
-        stream: bool,
         on_finished: Callable[[], object] | None = None,
         take: Callable[[RequestOutput], bool] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request; `options` are further ones of `make_request`."""
         self.engine.owner.check()
         if not self._finalizer.alive:
             raise EngineDeadError("the engine was shut down; make a new AsyncLLM")
@@ -310,13 +299,7 @@ class AsyncLLM(AsyncWeightMethods):
                 if reader.is_closed:
                     return
                 request = processor.make_request(
-                    make_prompt(),
-                    params,
-                    priority=priority,
-                    stream=stream,
-                    request_id=request_id,
-                    user=user,
-                    lora_request=lora_request,
+                    make_prompt(), params, request_id=request_id, user=user, **options
                 )
             except BaseException as error:  # a panic in tokenizers is not an Exception
                 send([(reader, error)])
