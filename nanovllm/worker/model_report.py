@@ -20,7 +20,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.experts import Experts, Router, SharedExpertMLP
 from nanovllm.layers.linear import WeightModule
 from nanovllm.layers.state_layer import StateLayer
-from nanovllm.loading.files import is_gguf
+from nanovllm.loading.files import is_gguf, local_path
 from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
 from nanovllm.loading.shards import model_shards
 from nanovllm.loading.tensor_files import TensorInfo, read_header
@@ -99,7 +99,7 @@ def report(model: str) -> dict[str, Any]:
 def _local_files(checkpoint: Checkpoint, model: str) -> dict[Path, Any]:
     """Return the headers of the weight files that are here; none for a hub id."""
     path = checkpoint.path
-    if not (is_gguf(path) or (Path(model).expanduser().is_dir() and [*path.glob("*.safetensors")])):
+    if not (is_gguf(path) or (local_path(model).is_dir() and [*path.glob("*.safetensors")])):
         return {}
     return {file: read_header(file) for file in weight_files(checkpoint, model)}
 

