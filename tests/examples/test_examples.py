@@ -74,6 +74,18 @@ def test_speculation(run: Run) -> None:
     assert text.startswith("1 text: ")
 
 
+def test_vision(run: Run) -> None:
+    """The answers are right: the shipped model reads what the example draws."""
+    pytest.importorskip("PIL")
+    assert run("vision") == [
+        "What do you see? A red circle at the top left, a blue square at the top right "
+        "and an orange triangle at the bottom left.",
+        "Where is the blue square? At the top right.",
+        "What colour is the triangle? Orange.",
+        "How many circles are there? One.",
+    ]
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     """The address of a server of the shipped model."""
