@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from nanovllm.attention.batch import Replaced
+from nanovllm.attention.selector import select_backend
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import EncoderInfo, WorkerInfo
 from nanovllm.features.vision.family import VisionFamily
@@ -47,6 +48,9 @@ class RankVision(WorkerHook):
         self._device = network.device
         self._dtype = spec.model_config.dtype
         self.tower = load_tower(family, spec, network.device, network.kernels)
+        needed = self.tower.attention_spec(self._dtype, network.device)
+        backends = network.platform.attention_backends(network.kernels)
+        self.tower.attention = select_backend(needed, backends)
         network.companions.append(Companion(self.tower, partial(make_tower, family, spec)))
         self._features: dict[bytes, torch.Tensor] = {}  # by digest, [N, (1 + D) * hidden_size]
         self._running: dict[bytes, _Encoding] = {}

@@ -7,12 +7,15 @@ and no part in tensor parallelism: each rank computes it whole.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.attention.backend import Backend
+from nanovllm.attention.batch import Batch, HostLengths
+from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.errors import CheckpointError
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.kernels.torch_math import NORM_WIDE
@@ -88,9 +91,34 @@ class Grid:
 
     rows: int  # of patches
     columns: int
-    angles: torch.Tensor | None  # [P, head_dim] float32: cosines, then sines
-    order: torch.Tensor | None = None  # [blocks] int64: those of a window come together
-    windows: tuple[int, ...] = ()  # patches of each window
+    angles: torch.Tensor  # [P, head_dim] float32: cosines, then sines; [P, 0]: nothing rotates
+    order: torch.Tensor | None  # [blocks] int64: those of a window come together
+    backend: Backend
+    kv_cache: torch.Tensor  # of a layer; each one overwrites the last one's
+    whole: Batch  # all patches as one row
+    windows: Batch  # a row for each window
+
+
+def view_batch(backend: Backend, lengths: Seq[int], device: torch.device) -> Batch:
+    """Return a batch whose rows have these lengths and attend to themselves alone."""
+    size = backend.block_size
+    query_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    num_blocks = -(-query_lens // size)
+    firsts = num_blocks.cumsum(0, dtype=torch.int32) - num_blocks
+    width = torch.arange(int(num_blocks.max()), dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    tokens = torch.arange(len(positions), device=device)
+    batch = Batch(
+        input_ids=tokens,  # nothing reads them
+        positions=positions,
+        slot_mapping=positions + (firsts * size).repeat_interleave(query_lens),
+        cu_seqlens_q=F.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        seq_lens=query_lens,
+        block_tables=firsts[:, None] + width,
+        lengths=HostLengths(tuple(lengths), tuple(lengths)),
+        rope_positions=tokens,
+    )
+    return dataclasses.replace(batch, metadata=backend.plan(batch))
 
 
 class PatchLinear(LinearBase):
@@ -171,57 +199,40 @@ class TowerAttention(nn.Module):
         windowed: whether patches attend to those of their window only.
     """
 
-    kernels: Kernels = TORCH
-
     def __init__(self, config: TowerConfig, *, fused: bool, windowed: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.head_dim = config.head_dim
-        self.sizes = [size, config.kv_size, config.kv_size]
-        slices = {
-            f"{part}_proj": OutputSlice(outputs, 0, outputs)
-            for part, outputs in zip("qkv", self.sizes, strict=True)
-        }
-        norm = config.norm
+        head_dim = config.head_dim
+        outputs = {"q_proj": size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        norm: type[RMSNorm] = RMSNorm if config.bounded is None else TurnedNorm
         self.qkv: nn.Module
         if config.bounded is None:
+            slices = {name: OutputSlice(part, 0, part) for name, part in outputs.items()}
             self.qkv = ColumnParallelLinear(size, slices, bias=config.bias, fused=fused)
         else:
-            norm = TurnedNorm
-            linears = [
-                PiecedLinear(size, turned_rows(outputs // self.head_dim, self.head_dim, "linear"))
-                for outputs in self.sizes[:2]
-            ]
-            each = zip(slices, (*linears, LinearBase(size, config.kv_size)), strict=True)
-            self.qkv = BoundedLinears({name: config.bound(linear) for name, linear in each})
+            linears = {
+                name: LinearBase(size, part)
+                if name == "v_proj"
+                else PiecedLinear(size, turned_rows(part // head_dim, head_dim, "linear"))
+                for name, part in outputs.items()
+            }
+            self.qkv = BoundedLinears({name: config.bound(each) for name, each in linears.items()})
         self.proj = config.bound(LinearBase(size, size, bias=config.bias))
-        self.q_norm = norm(config.head_dim, config.eps) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim, config.eps) if config.qk_norm else None
-        self.v_eps = config.eps if config.v_norm else None
-        self.scale = config.scale
+        self.q_norm = norm(head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = norm(head_dim, config.eps) if config.qk_norm else None
+        self.eps = config.eps
+        self.v_norm = config.v_norm
         self.windowed = windowed
 
     def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Return [P, hidden_size] for `x` [P, hidden_size]."""
-        parts = self.qkv(x).split(self.sizes, dim=1)
-        q, k, v = (part.view(len(x), -1, self.head_dim) for part in parts)
+        norm = QKNormRope(None, None, self.eps, grid.angles, v_norm=self.v_norm)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
-        if self.v_eps is not None:
-            rows = v.reshape(-1, self.head_dim)
-            v = self.kernels.rms_norm(rows, None, self.v_eps).view(v.shape)
-        q, k, v = (part.transpose(0, 1) for part in (q, k, v))  # [heads, P, head_dim] each
-        if grid.angles is not None:
-            q, k = rotated(q, grid.angles), rotated(k, grid.angles)
-        groups = q.shape[0] // k.shape[0]
-        k, v = (part.repeat_interleave(groups, dim=0) if groups > 1 else part for part in (k, v))
-        lengths = list(grid.windows) if self.windowed else [len(x)]
-        heads = [
-            # torch has a quick kernel for four dimensions only.
-            F.scaled_dot_product_attention(a[None], b[None], c[None], scale=self.scale)[0]
-            for a, b, c in zip(*(part.split(lengths, dim=1) for part in (q, k, v)), strict=True)
-        ]
-        return self.proj(torch.cat(heads, dim=1).transpose(0, 1).flatten(1))
+            weights = self.q_norm.weight, self.k_norm.weight
+            norm = QKNormRope(*weights, self.eps, grid.angles, self.q_norm.kind, v_norm=self.v_norm)
+        batch = grid.windows if self.windowed else grid.whole
+        found = grid.backend.forward(self.qkv(x), norm, grid.kv_cache, batch)
+        return self.proj(found.flatten(1))
 
 
 class GridConvolution(nn.Module):
@@ -511,16 +522,6 @@ def by_windows(
     return window.argsort(stable=True), window.bincount()
 
 
-def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return `x` [heads, P, head_dim] with its pairs (i, i + head_dim / 2) rotated by `angles`
-    [P, head_dim]: cosines, then sines.
-    """
-    cos, sin = angles.chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
-
-
 @dataclasses.dataclass
 class TowerState:
     """A view on its way through a tower."""
@@ -532,7 +533,7 @@ class TowerState:
 
 
 class VisionTower(nn.Module):
-    """Patches in, embeddings out.
+    """Patches in, embeddings out. Its `attention` is set where it is loaded.
 
     Args:
         positions: returns what is added to the patches of a grid; None: nothing.
@@ -551,6 +552,7 @@ class VisionTower(nn.Module):
     names: Mapping[str, str]
     places: tuple[str, ...]
     parts: tuple[str, ...] = ("",)
+    attention: Backend
 
     def __init__(
         self,
@@ -584,6 +586,13 @@ class VisionTower(nn.Module):
         self._deepstack_at = tuple(deepstack)
         self._inv_freq = inv_freq
 
+    def attention_spec(self, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+        """Return what the tower needs from a backend."""
+        config = self.config
+        sizes = config.num_heads, config.num_kv_heads or config.num_heads, config.head_dim
+        scale = config.scale
+        return AttentionSpec(*sizes, dtype, device, block_size=None, causal=False, scale=scale)
+
     def begin(self, patches: torch.Tensor, rows: int, columns: int) -> TowerState:
         """Return the state of a view before the first layer.
 
@@ -602,19 +611,24 @@ class VisionTower(nn.Module):
         """Return the places of rows x columns patches, in the order that they have in layers."""
         config = self.config
         merge = config.merge
+        backend = self.attention
         order = None
-        windows: tuple[int, ...] = ()
+        whole = windows = view_batch(backend, [rows * columns], device)
         if config.windowed:
             order, blocks = by_windows(rows // merge, columns // merge, config.window, device)
-            windows = tuple((blocks * merge**2).tolist())
-        angles = None
+            windows = view_batch(backend, (blocks * merge**2).tolist(), device)
+        angles = torch.empty(rows * columns, 0, device=device)
         if self._inv_freq is not None:
             places = block_places(rows, columns, merge, device)
             both = zip(places, self._inv_freq.to(device), strict=True)
             turns = [place[:, None] * inv_freq for place, inv_freq in both]
             together = self._ordered(torch.cat(turns, dim=1), order)
             angles = torch.cat([together.cos(), together.sin()], dim=1)
-        return Grid(rows, columns, angles, order, windows)
+        num_blocks = 1 + max(int(batch.block_tables[-1].max()) for batch in (whole, windows))
+        cache = torch.zeros(
+            backend.kv_cache_shape(num_blocks), dtype=backend.spec.dtype, device=device
+        )
+        return Grid(rows, columns, angles, order, backend, cache, whole, windows)
 
     def _ordered(self, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         """Return `x` [P, n] with its blocks in an order."""
