@@ -182,6 +182,7 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
  * in long sequences. While values are read, keys in the same place of the next pass, or of the next tile's first, are prefetched.
  */
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
+    ptrdiff_t inputs = (c->dim + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE; /* of a key, without most of its padding */
     for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
         const uint8_t *keys = block_at(kv, b), *values = t->turned ? keys : keys + c->half_bytes, *next = values;
@@ -193,7 +194,7 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             const bf16 *panel = (const bf16 *)keys + in_block * c->width;
             const bf16 *ahead = t->turned ? (const bf16 *)next + in_block * c->width : panel + c->half_bytes / 2;
             panel_pieces pieces = {&panel, &ahead, c->width};
-            tile(t->rows, c->width, (input_rows){t->query, c->width}, pieces, found, 0);
+            tile(t->rows, inputs, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
             const bf16 *scales = (const bf16 *)(keys + c->scale_offset) + in_block;
             const bf16 *pieces[c->width / PANEL], *ahead[c->width / PANEL];
@@ -227,28 +228,36 @@ INLINE void mask_row(const query_tile *t, key_pass pass, int r, float *scores) {
         store(scores + j, blend(lanes() < (int)(hidden - j), broadcast(-INFINITY), load(scores + j)));
 }
 
+/* Find row r's largest score so far, and the logarithm of the factor for its earlier sums. */
+INLINE void find_max(const query_tile *t, key_pass pass, int r) {
+    float *scores = t->scores + r * t->pass_keys;
+    mask_row(t, pass, r, scores);
+    vf top = broadcast(t->row_max[r]);
+    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) top = larger(top, load(scores + j));
+    float row_max = largest_of(top);
+    t->rescale[r] = t->row_max[r] - (row_max == -INFINITY ? 0.0f : row_max), t->row_max[r] = row_max;
+}
+
 /* Replace row r's scores of a pass by weights. With 8 bits a weight is multiplied by its value's scale, and then rounded to 16
  * bits with a scale for the pass. A pass whose keys the row does not see leaves the row's sums as they are, bit for bit. */
 INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pass, int r) {
-    float *scores = t->scores + r * t->pass_keys;
-    mask_row(t, pass, r, scores);
-    vf top = broadcast(t->row_max[r]), sum = {0};
-    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) top = larger(top, load(scores + j));
-    float row_max = largest_of(top), known_max = row_max == -INFINITY ? 0.0f : row_max;
-    vf shift = broadcast(-known_max * t->shape.scale), largest = {0};
-    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL) {
-        vf weight = exp2_(fma_(load(scores + j), broadcast(t->shape.scale), shift));
+    float *scores = t->scores + r * t->pass_keys, row_max = t->row_max[r] == -INFINITY ? 0.0f : t->row_max[r];
+    vf scale = broadcast(t->shape.scale), shift = broadcast(-row_max * t->shape.scale), largest = {0}, sum = {0};
+    for (ptrdiff_t j = pass.first; j < pass.keys && c->bits == 16; j += VL) {
+        vf weight = exp2_(fma_(load(scores + j), scale, shift));
         sum += weight;
-        if (c->bits == 16) store_operand((operand *)scores + j, weight);
-        else {
-            ptrdiff_t in_block = j % c->block; /* values[] is past the block's first by the panels before */
-            const uint8_t *scales = (const uint8_t *)t->values[j / PANEL] + c->scale_offset - in_block / PANEL * PANEL * PANEL;
-            weight *= load_bf16((const bf16 *)scales + in_block, VL);
-            store(scores + j, weight);
-            largest = larger(largest, weight);
-        }
+        store_operand((operand *)scores + j, weight);
     }
-    t->rescale[r] = t->row_max[r] - known_max, t->row_max[r] = row_max, t->pass_sum[r] = sum_of(sum);
+    for (ptrdiff_t j = pass.first; j < pass.keys && c->bits != 16; j += VL) {
+        vf weight = exp2_(fma_(load(scores + j), scale, shift));
+        ptrdiff_t in_block = j % c->block; /* values[] is past the block's first by the panels before */
+        const uint8_t *scales = (const uint8_t *)t->values[j / PANEL] + c->scale_offset - in_block / PANEL * PANEL * PANEL;
+        sum += weight;
+        weight *= load_bf16((const bf16 *)scales + in_block, VL);
+        store(scores + j, weight);
+        largest = larger(largest, weight);
+    }
+    t->pass_sum[r] = sum_of(sum);
     if (c->bits == 16) return;
     float top_weight = largest_of(largest), inverse = top_weight > 0 ? 32767.0f / top_weight : 0;
     t->weights.scales[r] = top_weight / 32767.0f;
@@ -347,6 +356,7 @@ static __attribute__((noinline)) void attend_passes(const cache_layout *c, const
             pass.k = (pass.left + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE;
         }
         score_keys(c, t, kv, next_kv, pass);
+        for (int r = 0; r < t->rows; r++) find_max(t, pass, r);
         for (int r = 0; r < t->rows; r++) softmax_row(c, t, pass, r);
         rescale_sums(c, t);
         add_values(c, t, pass);

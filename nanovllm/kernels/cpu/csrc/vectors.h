@@ -260,18 +260,18 @@ INLINE vi nearest(vf v) { return (vi)(v + ROUND_TO_INT) - (vi)broadcast(ROUND_TO
 /* The nearest integers of v * factor, whose sizes are below 2^22. */
 INLINE vi nearest_product(vf v, vf factor) { return (vi)fma_(v, factor, broadcast(ROUND_TO_INT)) - (vi)broadcast(ROUND_TO_INT); }
 
-/* 2^r * 2^n for |r| <= 1/2 and an integer n >= -126, given as `shifted` = n + ROUND_TO_INT. The polynomial is the minimax fit of
- * 2^r by relative error. */
-INLINE vf exp2_split(vf r, vf shifted) {
+/* 2^r for |r| <= 1/2, by the polynomial that fits it best by relative error. */
+INLINE vf exp2_small(vf r) {
     vf p = broadcast(1.535336182e-4f);
     p = fma_(p, r, broadcast(1.339887445e-3f));
     p = fma_(p, r, broadcast(9.618437358e-3f));
     p = fma_(p, r, broadcast(5.550332471e-2f));
     p = fma_(p, r, broadcast(2.402264791e-1f));
     p = fma_(p, r, broadcast(6.931472029e-1f));
-    p = fma_(p, r, broadcast(1.0f));
-    return (vf)((vi)p + ((vi)shifted << 23));
+    return fma_(p, r, broadcast(1.0f));
 }
+/* 2^r * 2^n for |r| <= 1/2 and an integer n >= -126, given as `shifted` = n + ROUND_TO_INT. */
+INLINE vf exp2_split(vf r, vf shifted) { return (vf)((vi)exp2_small(r) + ((vi)shifted << 23)); }
 /* exp within 1.5 ulp, 0 below -87. The result for NaN is NaN, so that an error in a row shows. */
 INLINE vf exp_(vf x) {
     const float log2e = 1.44269504f;
@@ -282,12 +282,18 @@ INLINE vf exp_(vf x) {
     vf r = fma_(n, broadcast(2.12194440e-4f), fma_(n, broadcast(-0.693359375f), x));
     return (vf)((vi)exp2_split(r * log2e, shifted) & ~underflow);
 }
-/* 2^x within 1.2 ulp for x <= 0, 0 below -126. */
+/* 2^x within 1.2 ulp for x <= 0, 0 below -126. AVX-512 has instructions for the steps, with the same results. */
 INLINE vf exp2_(vf x) {
+#if VL == 16 && defined(__AVX512DQ__) && !defined(EMULATED)
+    __m512 n = _mm512_roundscale_ps((__m512)x, 0), r = _mm512_reduce_ps((__m512)x, 0);
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(normal, (__m512)exp2_small((vf)r), n);
+#else
     vi underflow = x < -126.0f;
     x = larger(broadcast(-126.0f), x);
     vf shifted = x + ROUND_TO_INT;
     return (vf)((vi)exp2_split(x - (shifted - ROUND_TO_INT), shifted) & ~underflow);
+#endif
 }
 /* log(1 + x) for 0 <= x < 2^126 within 2 ulp, by the polynomial of Cephes. The result for NaN is NaN. */
 INLINE vf log1p_(vf x) {
