@@ -6,7 +6,7 @@ Layers with equal caches form a group. Group 0 has the layers that attend to all
 """
 
 import dataclasses
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from typing import NamedTuple
 
 
@@ -97,10 +97,12 @@ class EncoderInfo(NamedTuple):
     layer_weights: int  # of one of its layers
     token_weights: int  # of the text model
     bytes_per_token: int  # of the embedding of a soft token
+    local_layers: Collection[int] = ()  # whose patches see only those near them
 
-    def price(self, num_patches: int) -> float:
-        """Return what one layer costs for a view, in tokens of the text model."""
-        of_patch = self.layer_weights + 2 * num_patches * self.hidden_size
+    def price(self, num_patches: int, layer: int) -> float:
+        """Return what a layer costs for a view, in tokens of the text model."""
+        seen = 0 if layer in self.local_layers else num_patches
+        of_patch = self.layer_weights + 2 * seen * self.hidden_size
         return num_patches * of_patch / self.token_weights
 
 

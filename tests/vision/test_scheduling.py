@@ -11,7 +11,7 @@ from nanovllm.core.messages import InputSpan, Schedule, StepResult
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.worker_info import EncoderInfo
 from nanovllm.features.vision.messages import NAME, EncoderStep, Picture, Pixels
-from nanovllm.features.vision.scheduling import EncoderHook
+from nanovllm.features.vision.scheduling import EncoderHook, _Encoding
 from nanovllm.testing.fake_engine import FakeEngine, FakeWorker
 from nanovllm.testing.random_runs import SchedulerMachine
 from tests.every_case import examples
@@ -202,3 +202,26 @@ def test_text_pays_nothing() -> None:
         engine.step()
     assert schedules
     assert all(schedule.extras is None for schedule in schedules)
+
+
+def test_prices() -> None:
+    """Layers whose patches see few others cost less, and a step takes as many as it has room for:
+    beside rows for one and a half such steps.
+    """
+    info = EncoderInfo(4, 8, 100, 1000, 1, local_layers=frozenset({1, 2, 3}))
+    assert info.price(10, 0) == 10 * (100 + 2 * 10 * 8) / 1000
+    assert info.price(10, 3) == 1.0
+    hook = EncoderHook(info, 100, budget=1000)
+    engine = FakeEngine(hooks=[hook], max_num_batched_tokens=1000, max_model_len=24)
+    views = tuple(Pixels(1, 1, b"", 100) for _ in range(3))  # 170 + 3 * 10 tokens each
+    hook._current = _Encoding(Picture(b"digest", views, 1), 12)
+    engine.add([1, 2], 20, ignore_eos=True)
+    taken = []
+    while hook._current is not None:
+        schedule = engine.scheduler.schedule()
+        assert schedule is not None
+        step: EncoderStep = (schedule.extras or {})[NAME]
+        taken.append([part.num_layers for part in step.slices])
+        engine.scheduler.update(schedule, engine.worker.execute(schedule))
+    # Beside a row 48 tokens: layer 0 costs more than that, but a step has at least one.
+    assert taken == [[1], [3], [1], [3], [1], [3]]

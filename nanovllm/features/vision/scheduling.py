@@ -11,6 +11,11 @@ from nanovllm.features.vision.messages import NAME, EncoderStep, Picture, TowerS
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook
 
+_LEAST_TOKENS = 32
+"""A step of fewer tokens takes as long as one of so many: it reads all weights."""
+_MOST_DELAY = 1.5
+"""What the tower may cost beside a step's rows, in such steps."""
+
 
 class EncoderHook(AdmissionHook):
     """Holds back sequences until the pictures are encoded that the prefix cache does not cover.
@@ -81,22 +86,28 @@ class EncoderHook(AdmissionHook):
 
     def fill_step(self, schedule: Schedule) -> Schedule:
         """Add the next layers of the tower: as many as cost what the step's rows leave of its
-        tokens, and at least one.
+        tokens, but little beside the step itself, and at least one.
         """
         slices: list[TowerSlice] = []
         budget = float(self._budget - schedule.num_tokens)
+        if schedule.rows:
+            budget = min(budget, _MOST_DELAY * max(schedule.num_tokens, _LEAST_TOKENS))
         while self._begin_next():
             assert self._current is not None
-            picture = self._current.picture
-            price = self._info.price(self._current.num_patches)
-            num_layers = min(int(max(budget, 0.0) / price), self._current.num_left)
-            if num_layers == 0:
-                if slices:
+            current = self._current
+            num_layers = 0
+            while num_layers < current.num_left:
+                layer = (num_layers - current.num_left) % self._info.num_layers
+                price = self._info.price(current.num_patches, layer)
+                if price > budget and (slices or num_layers):
                     break
-                num_layers = 1
-            budget -= num_layers * price
-            slices.append(TowerSlice(picture.digest, num_layers, self._current.take(num_layers)))
-            if self._current.num_left == 0:
+                budget -= price
+                num_layers += 1
+            if num_layers == 0:
+                break
+            digest = current.picture.digest
+            slices.append(TowerSlice(digest, num_layers, current.take(num_layers)))
+            if current.num_left == 0:
                 self._end_encoding()
         if not (slices or self._dropped):
             return schedule
