@@ -68,7 +68,7 @@ def encode(tower: VisionTower, side: int) -> float:
     patches = torch.randn(rows * rows, 3 * 2 * PATCH**2).bfloat16()
     start = time.perf_counter()
     state = tower.begin(patches, rows, rows)
-    tower.run(state, tower.config.num_layers)
+    tower.run(state, state.num_left)
     tower.finish(state)
     return time.perf_counter() - start
 

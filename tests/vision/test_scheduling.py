@@ -50,7 +50,7 @@ class PictureWorker(FakeWorker):
                 assert part.digest not in self.encoded, "it is encoded already"
                 self.layers_left[part.digest] = INFO.num_layers * len(part.picture.views)
                 self.sizes[part.digest] = part.picture.num_tokens
-            self.layers_left[part.digest] -= part.num_layers
+            self.layers_left[part.digest] -= part.num_parts
             assert self.layers_left[part.digest] >= 0
             if not self.layers_left[part.digest]:
                 del self.layers_left[part.digest]
@@ -221,7 +221,7 @@ def test_prices() -> None:
         schedule = engine.scheduler.schedule()
         assert schedule is not None
         step: EncoderStep = (schedule.extras or {})[NAME]
-        taken.append([part.num_layers for part in step.slices])
+        taken.append([part.num_parts for part in step.slices])
         engine.scheduler.update(schedule, engine.worker.execute(schedule))
     # Beside a row 48 tokens: layer 0 costs more than that, but a step has at least one.
     assert taken == [[1], [3], [1], [3], [1], [3]]

@@ -23,6 +23,11 @@ class Picture(NamedTuple):
     views: tuple[Pixels, ...]
     num_tokens: int
 
+    @property
+    def num_parts(self) -> int:
+        """In how many parts each layer of the tower is computed: of about 1,024 patches."""
+        return -(-max(view.num_patches for view in self.views) // 1024)
+
 
 class PictureSpan(NamedTuple):
     """Soft tokens of a prompt, one after the other, that stand for a part of a picture."""
@@ -49,10 +54,10 @@ class PictureSpan(NamedTuple):
 
 
 class TowerSlice(NamedTuple):
-    """A part of the work of encoding a picture: some layers of the tower, view after view."""
+    """Some of the work of encoding a picture: parts of the tower's layers, view after view."""
 
     digest: bytes
-    num_layers: int
+    num_parts: int
     picture: Picture | None  # with the first slice
 
 

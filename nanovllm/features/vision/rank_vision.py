@@ -97,25 +97,24 @@ class RankVision(WorkerHook):
         if part.picture is not None:
             self._running[part.digest] = _Encoding(part.picture)
         encoding = self._running[part.digest]
-        num_layers = part.num_layers
-        while num_layers and len(encoding.features) < len(encoding.views):
+        num_parts = part.num_parts
+        while num_parts and len(encoding.features) < len(encoding.views):
             if encoding.state is None:
-                encoding.state = self._begin_view(encoding.views[len(encoding.features)])
-            before = encoding.state.num_layers
-            self.tower.run(encoding.state, num_layers)
-            num_layers -= encoding.state.num_layers - before
-            if encoding.state.num_layers == self.tower.config.num_layers:
+                view = encoding.views[len(encoding.features)]
+                encoding.state = self._begin_view(view, encoding.num_parts)
+            num_parts -= self.tower.run(encoding.state, num_parts)
+            if encoding.state.num_left == 0:
                 encoding.features.append(self.tower.finish(encoding.state))
                 encoding.state = None
         if len(encoding.features) == len(encoding.views):
             self._features[part.digest] = torch.cat(encoding.features)
             del self._running[part.digest]
 
-    def _begin_view(self, view: Pixels) -> TowerState:
+    def _begin_view(self, view: Pixels, num_parts: int) -> TowerState:
         family = self._family
         patches = patches_of(view, family).to(self._device, self._dtype)
         rows, columns = view.height // family.patch, view.width // family.patch
-        return self.tower.begin(patches, rows, columns)
+        return self.tower.begin(patches, rows, columns, num_parts)
 
     def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
         if not any(row.table_idx in self._spans for row in rows):
@@ -179,6 +178,7 @@ class _Encoding:
 
     def __init__(self, picture: Picture) -> None:
         self.views = picture.views
+        self.num_parts = picture.num_parts
         self.features: list[torch.Tensor] = []  # of the views that are done
         self.state: TowerState | None = None  # of the next one
 

@@ -85,8 +85,8 @@ class EncoderHook(AdmissionHook):
         return bool(self._dropped or self._current or self._begins())
 
     def fill_step(self, schedule: Schedule) -> Schedule:
-        """Add the next layers of the tower: as many as cost what the step's rows leave of its
-        tokens, but little beside the step itself, and at least one.
+        """Add the next parts of the tower's layers: as many as cost what the step's rows leave of
+        its tokens, but little beside the step itself, and at least one.
         """
         slices: list[TowerSlice] = []
         budget = float(self._budget - schedule.num_tokens)
@@ -95,18 +95,19 @@ class EncoderHook(AdmissionHook):
         while self._begin_next():
             assert self._current is not None
             current = self._current
-            num_layers = 0
-            while num_layers < current.num_left:
-                layer = (num_layers - current.num_left) % self._info.num_layers
-                price = self._info.price(current.num_patches, layer)
-                if price > budget and (slices or num_layers):
+            parts_of_layer = current.picture.num_parts
+            num_parts = 0
+            while num_parts < current.num_left:
+                layer = (num_parts - current.num_left) // parts_of_layer % self._info.num_layers
+                price = self._info.price(current.num_patches, layer) / parts_of_layer
+                if price > budget and (slices or num_parts):
                     break
                 budget -= price
-                num_layers += 1
-            if num_layers == 0:
+                num_parts += 1
+            if num_parts == 0:
                 break
             digest = current.picture.digest
-            slices.append(TowerSlice(digest, num_layers, current.take(num_layers)))
+            slices.append(TowerSlice(digest, num_parts, current.take(num_parts)))
             if current.num_left == 0:
                 self._end_encoding()
         if not (slices or self._dropped):
@@ -192,7 +193,8 @@ class EncoderHook(AdmissionHook):
             for digest in dropped:
                 del self._cached[digest]
             self._dropped += dropped
-            self._current = _Encoding(picture, self._info.num_layers * len(picture.views))
+            num_left = self._info.num_layers * len(picture.views) * picture.num_parts
+            self._current = _Encoding(picture, num_left)
         return self._current is not None
 
     def _end_encoding(self) -> None:
@@ -213,7 +215,7 @@ class _Encoding:
 
     def __init__(self, picture: Picture, num_left: int) -> None:
         self.picture = picture
-        self.num_left = num_left  # layers, of all views
+        self.num_left = num_left  # parts of layers, of all views
         self._is_sent = False
 
     @property
@@ -221,9 +223,9 @@ class _Encoding:
         """Of the largest view."""
         return max(view.num_patches for view in self.picture.views)
 
-    def take(self, num_layers: int) -> Picture | None:
-        """Count layers as run; return the picture if the workers do not have it yet."""
-        self.num_left -= num_layers
+    def take(self, num_parts: int) -> Picture | None:
+        """Count parts as run; return the picture if the workers do not have it yet."""
+        self.num_left -= num_parts
         was_sent = self._is_sent
         self._is_sent = True
         return None if was_sent else self.picture

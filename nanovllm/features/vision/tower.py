@@ -5,9 +5,11 @@ and no part in tensor parallelism: each rank computes it whole.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +99,18 @@ class Grid:
     kv_cache: torch.Tensor  # of a layer; each one overwrites the last one's
     whole: Batch  # all patches as one row
     windows: Batch  # a row for each window
+    parts: tuple["GridPart", ...]  # in which layers are computed
+
+
+class GridPart(NamedTuple):
+    """Some patches of a view."""
+
+    rows: slice
+    batch: Batch  # with these as queries, and all as keys
+
+
+Mixer = Callable[[GridPart], torch.Tensor]
+"""Returns what a layer's attention or convolution makes of some patches: [p, hidden_size]."""
 
 
 def view_batch(backend: Backend, lengths: Seq[int], device: torch.device) -> Batch:
@@ -119,6 +133,19 @@ def view_batch(backend: Backend, lengths: Seq[int], device: torch.device) -> Bat
         rope_positions=tokens,
     )
     return dataclasses.replace(batch, metadata=backend.plan(batch))
+
+
+def part_of(batch: Batch, backend: Backend, first: int, end: int) -> Batch:
+    """Return a batch with the patches from `first` to `end` of the single row of `batch`."""
+    part = dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids[first:end],
+        positions=batch.positions[first:end],
+        slot_mapping=batch.slot_mapping[first:end],
+        cu_seqlens_q=batch.cu_seqlens_q.clamp(max=end - first),
+        lengths=HostLengths((end - first,), (len(batch.positions),)),
+    )
+    return dataclasses.replace(part, metadata=backend.plan(part))
 
 
 class PatchLinear(LinearBase):
@@ -224,15 +251,19 @@ class TowerAttention(nn.Module):
         self.v_norm = config.v_norm
         self.windowed = windowed
 
-    def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return [P, hidden_size] for `x` [P, hidden_size]."""
+    def forward(self, x: torch.Tensor, grid: Grid) -> Mixer:
+        """Read `x` [P, hidden_size]."""
         norm = QKNormRope(None, None, self.eps, grid.angles, v_norm=self.v_norm)
         if self.q_norm is not None and self.k_norm is not None:
             weights = self.q_norm.weight, self.k_norm.weight
             norm = QKNormRope(*weights, self.eps, grid.angles, self.q_norm.kind, v_norm=self.v_norm)
-        batch = grid.windows if self.windowed else grid.whole
-        found = grid.backend.forward(self.qkv(x), norm, grid.kv_cache, batch)
-        return self.proj(found.flatten(1))
+        backend = grid.backend
+        cache = grid.kv_cache
+        if self.windowed:
+            found = backend.forward(self.qkv(x), norm, cache, grid.windows)
+            return lambda part: self.proj(found[part.rows].flatten(1))
+        q = backend.store(self.qkv(x), norm, cache, grid.whole)
+        return lambda part: self.proj(backend.attend(q[part.rows], cache, part.batch).flatten(1))
 
 
 class GridConvolution(nn.Module):
@@ -249,15 +280,16 @@ class GridConvolution(nn.Module):
         self.conv = nn.Conv2d(size, size, kernel, padding=kernel // 2, groups=size, bias=False)
         self.out_proj = LinearBase(size, size)
 
-    def forward(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return [P, hidden_size] for `x` [P, hidden_size]."""
+    def forward(self, x: torch.Tensor, grid: Grid) -> Mixer:
+        """Read `x` [P, hidden_size]."""
         before, after, values = self.in_proj(x).chunk(3, dim=1)
         merge = self.merge
         rows, columns = grid.rows // merge, grid.columns // merge
         blocks = (before * values).view(rows, columns, merge, merge, -1)
         raster = blocks.permute(4, 0, 2, 1, 3).reshape(-1, grid.rows, grid.columns)
         found = self.conv(raster.unsqueeze(0)).view(-1, rows, merge, columns, merge)
-        return self.out_proj(after * found.permute(1, 3, 2, 4, 0).reshape(x.shape))
+        gated = after * found.permute(1, 3, 2, 4, 0).reshape(x.shape)
+        return lambda part: self.out_proj(gated[part.rows])
 
 
 class TowerMLP(nn.Module):
@@ -302,15 +334,20 @@ class TowerLayer(nn.Module):
         self.after_attn = config.norm(config.hidden_size, config.eps) if config.sandwich else None
         self.after_mlp = config.norm(config.hidden_size, config.eps) if config.sandwich else None
 
-    def forward(self, hidden: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Return [P, hidden_size] for `hidden` [P, hidden_size], which changes."""
+    def forward(self, hidden: torch.Tensor, grid: Grid) -> Iterator[bool]:
+        """Change `hidden` [P, hidden_size] part by part; yield after each whether it is the last.
+
+        A patch's bits do not depend on what the parts are.
+        """
         x, _ = self.norm1.add_norm(None, hidden)
-        x = self.attn(x, grid)
-        x = x if self.after_attn is None else self.after_attn(x)
-        x, hidden = self.norm2.add_norm(x, hidden)
-        x = self.mlp(x)
-        hidden += x if self.after_mlp is None else self.after_mlp(x)
-        return hidden
+        mixer: Mixer = self.attn(x, grid)
+        for part in grid.parts:
+            x = mixer(part)
+            x = x if self.after_attn is None else self.after_attn(x)
+            x, changed = self.norm2.add_norm(x, hidden[part.rows])
+            x = self.mlp(x)
+            changed += x if self.after_mlp is None else self.after_mlp(x)
+            yield part is grid.parts[-1]
 
 
 class Merger(nn.Module):
@@ -528,8 +565,9 @@ class TowerState:
 
     hidden: torch.Tensor  # [P, hidden_size]
     grid: Grid
-    num_layers: int = 0  # that it has passed
-    deep: list[torch.Tensor] = dataclasses.field(default_factory=list)  # [N, output_size] each
+    num_left: int  # parts of layers
+    deep: list[torch.Tensor]  # [N, output_size] each
+    work: Iterator[None]  # changes `hidden` and `deep`
 
 
 class VisionTower(nn.Module):
@@ -593,21 +631,35 @@ class VisionTower(nn.Module):
         scale = config.scale
         return AttentionSpec(*sizes, dtype, device, block_size=None, causal=False, scale=scale)
 
-    def begin(self, patches: torch.Tensor, rows: int, columns: int) -> TowerState:
+    def begin(
+        self, patches: torch.Tensor, rows: int, columns: int, num_parts: int = 1
+    ) -> TowerState:
         """Return the state of a view before the first layer.
 
         Args:
             patches: [P, numbers], of rows x columns patches.
+            num_parts: in how many parts each layer is computed.
         """
         hidden = self.patch_embed(patches)
         if self.positions is not None:
             hidden = hidden + self.positions(rows, columns).to(hidden.dtype)
         if self.norm_first is not None:
             hidden = self.norm_first(hidden)
-        grid = self._grid(rows, columns, hidden.device)
-        return TowerState(self._ordered(hidden, grid.order), grid)
+        grid = self._grid(rows, columns, num_parts, hidden.device)
+        hidden = self._ordered(hidden, grid.order)
+        deep: list[torch.Tensor] = []
+        work = self._work(hidden, grid, deep)
+        return TowerState(hidden, grid, num_parts * len(self.layers), deep, work)
 
-    def _grid(self, rows: int, columns: int, device: torch.device) -> Grid:
+    def _work(self, hidden: torch.Tensor, grid: Grid, deep: list[torch.Tensor]) -> Iterator[None]:
+        """Take `hidden` through all layers, and yield after each part."""
+        for index, layer in enumerate(self.layers):
+            for is_last in layer(hidden, grid):
+                if is_last and index in self._deepstack_at:
+                    deep.append(self.deepstack[self._deepstack_at.index(index)](hidden))
+                yield
+
+    def _grid(self, rows: int, columns: int, num_parts: int, device: torch.device) -> Grid:
         """Return the places of rows x columns patches, in the order that they have in layers."""
         config = self.config
         merge = config.merge
@@ -628,7 +680,12 @@ class VisionTower(nn.Module):
         cache = torch.zeros(
             backend.kv_cache_shape(num_blocks), dtype=backend.spec.dtype, device=device
         )
-        return Grid(rows, columns, angles, order, backend, cache, whole, windows)
+        ends = [rows * columns * part // num_parts for part in range(num_parts + 1)]
+        parts = tuple(
+            GridPart(slice(first, end), part_of(whole, backend, first, end))
+            for first, end in itertools.pairwise(ends)
+        )
+        return Grid(rows, columns, angles, order, backend, cache, whole, windows, parts)
 
     def _ordered(self, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
         """Return `x` [P, n] with its blocks in an order."""
@@ -636,20 +693,17 @@ class VisionTower(nn.Module):
             return x
         return x.view(len(order), -1, x.shape[1])[order].flatten(0, 1)
 
-    def run(self, state: TowerState, num_layers: int) -> None:
-        """Take a state through the next layers."""
-        for layer in self.layers[state.num_layers : state.num_layers + num_layers]:
-            state.hidden = layer(state.hidden, state.grid)
-            if state.num_layers in self._deepstack_at:
-                at = self._deepstack_at.index(state.num_layers)
-                state.deep.append(self.deepstack[at](state.hidden))
-            state.num_layers += 1
+    def run(self, state: TowerState, num_parts: int) -> int:
+        """Take a state through the next parts of layers; return how many there were."""
+        num_run = sum(1 for _ in itertools.islice(state.work, num_parts))
+        state.num_left -= num_run
+        return num_run
 
     def finish(self, state: TowerState) -> torch.Tensor:
         """Return the embeddings [N, (1 + D) * output_size] of a state after the last layer: for the
         text model's input, and to add to the outputs of its first D layers.
         """
-        assert state.num_layers == len(self.layers)
+        assert state.num_left == 0
         hidden = state.hidden if self.norm_last is None else self.norm_last(state.hidden)
         found = torch.cat([self.merger(hidden), *state.deep], dim=1)
         order = state.grid.order
