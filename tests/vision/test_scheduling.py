@@ -223,5 +223,5 @@ def test_prices() -> None:
         step: EncoderStep = (schedule.extras or {})[NAME]
         taken.append([part.num_parts for part in step.slices])
         engine.scheduler.update(schedule, engine.worker.execute(schedule))
-    # Beside a row 48 tokens: layer 0 costs more than that, but a step has at least one.
-    assert taken == [[1], [3], [1], [3], [1], [3]]
+    # Beside a row 24 tokens: layer 0 costs more than that, but a step has at least one.
+    assert taken == [[1], [2], [1], [1], [2], [1], [1], [2], [1]]

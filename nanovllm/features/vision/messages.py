@@ -25,8 +25,11 @@ class Picture(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """In how many parts each layer of the tower is computed: of about 1,024 patches."""
-        return -(-max(view.num_patches for view in self.views) // 1024)
+        """In how many parts each layer of the tower is computed: its keys and values, then what is
+        left of up to 512 patches each; or all at once.
+        """
+        num_patches = max(view.num_patches for view in self.views)
+        return 1 - (-num_patches // 512) if num_patches > 512 else 1
 
 
 class PictureSpan(NamedTuple):

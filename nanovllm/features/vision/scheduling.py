@@ -11,7 +11,7 @@ from nanovllm.features.vision.messages import NAME, EncoderStep, Picture, TowerS
 from nanovllm.kv.trie import Hit
 from nanovllm.scheduler.admission_hook import AdmissionHook
 
-_LEAST_TOKENS = 32
+_LEAST_TOKENS = 16
 """A step of fewer tokens takes as long as one of so many: it reads all weights."""
 _MOST_DELAY = 1.5
 """What the tower may cost beside a step's rows, in such steps."""

@@ -335,12 +335,14 @@ class TowerLayer(nn.Module):
         self.after_mlp = config.norm(config.hidden_size, config.eps) if config.sandwich else None
 
     def forward(self, hidden: torch.Tensor, grid: Grid) -> Iterator[bool]:
-        """Change `hidden` [P, hidden_size] part by part; yield after each whether it is the last.
+        """Change `hidden` [P, hidden_size]: yield after each part whether it is the last.
 
         A patch's bits do not depend on what the parts are.
         """
         x, _ = self.norm1.add_norm(None, hidden)
         mixer: Mixer = self.attn(x, grid)
+        if len(grid.parts) > 1:
+            yield False
         for part in grid.parts:
             x = mixer(part)
             x = x if self.after_attn is None else self.after_attn(x)
@@ -638,7 +640,7 @@ class VisionTower(nn.Module):
 
         Args:
             patches: [P, numbers], of rows x columns patches.
-            num_parts: in how many parts each layer is computed.
+            num_parts: in how many parts each layer is computed: 1, or more than 2.
         """
         hidden = self.patch_embed(patches)
         if self.positions is not None:
@@ -680,6 +682,7 @@ class VisionTower(nn.Module):
         cache = torch.zeros(
             backend.kv_cache_shape(num_blocks), dtype=backend.spec.dtype, device=device
         )
+        num_parts = max(num_parts - 1, 1)  # without that of the keys and values
         ends = [rows * columns * part // num_parts for part in range(num_parts + 1)]
         parts = tuple(
             GridPart(slice(first, end), part_of(whole, backend, first, end))
