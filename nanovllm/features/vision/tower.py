@@ -320,6 +320,8 @@ class TowerMLP(nn.Module):
 class TowerLayer(nn.Module):
     """Attention, or a convolution, and an MLP, each after a norm, and added to what it reads."""
 
+    kernels: Kernels = TORCH
+
     def __init__(self, config: TowerConfig, index: int, *, fused: bool) -> None:
         super().__init__()
         self.norm1 = config.norm(config.hidden_size, config.eps)
@@ -348,7 +350,7 @@ class TowerLayer(nn.Module):
             x = x if self.after_attn is None else self.after_attn(x)
             x, changed = self.norm2.add_norm(x, hidden[part.rows])
             x = self.mlp(x)
-            changed += x if self.after_mlp is None else self.after_mlp(x)
+            self.kernels.add(x if self.after_mlp is None else self.after_mlp(x), changed)
             yield part is grid.parts[-1]
 
 
