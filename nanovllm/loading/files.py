@@ -125,3 +125,8 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 def is_gguf(file: Path) -> bool:
     """Return whether `file` is named as a GGUF file is."""
     return file.suffix == ".gguf"
+
+
+def is_mmproj(name: str) -> bool:
+    """Return whether a GGUF file is named as one that only reads pictures for another one."""
+    return "mmproj" in Path(name).name.lower()

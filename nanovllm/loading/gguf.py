@@ -16,9 +16,16 @@ import numpy.typing as npt
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.loading.gguf_config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, make_config
 from nanovllm.loading.gguf_families import family_of
-from nanovllm.loading.gguf_family import AS_STORED, GgufFamily, Reading, rotary_pairs
+from nanovllm.loading.gguf_family import (
+    AS_STORED,
+    GgufFamily,
+    GgufWeight,
+    Reading,
+    rotary_pairs,
+)
 from nanovllm.loading.gguf_header import GGUFMetadata, GgufTensor, read_gguf_header
 from nanovllm.loading.gguf_tokenizer import tokenizer_settings
+from nanovllm.loading.mmproj import ARCHITECTURE, read_mmproj
 from nanovllm.options.validation import shown
 
 SAMPLING = {
@@ -62,30 +69,11 @@ _MAX_WEIGHTS = 2**17
 """Weights of a model, each expert's counted. One of 94 layers and 128 experts has 36,500."""
 
 
-class GgufWeight(NamedTuple):
-    """A tensor of the model."""
-
-    tensor: GgufTensor
-    """Its shape is transformers'."""
-    reading: Reading = AS_STORED
-
-    @property
-    def blocks_shape(self) -> tuple[int, ...]:
-        """The shape as bytes: [outputs, bytes of a row]."""
-        *rows, columns = self.tensor.shape
-        return *rows, self.tensor.type.row_bytes(columns)
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the bytes can be read, too, in transformers' order of rows and columns."""
-        return self.reading.moves_whole_blocks(self.tensor.type.block_size)
-
-
 class GgufModel(NamedTuple):
     """What the header of a file says of its model."""
 
     config: dict[str, Any]
-    """As in a config.json. `eos_token_id` lists all tokens that end a text."""
+    """As in a config.json. `eos_token_id` lists all tokens that end a text. See `read_mmproj`."""
     weights: Mapping[str, GgufWeight]
     """By transformers' name; tensors that it does not have keep their own."""
     tokenizer: Mapping[str, Any]
@@ -117,6 +105,8 @@ def _read_gguf(file: Path, size: int, mtime_ns: int) -> GgufModel:
             f"{file} is one part of a split model: merge the parts with llama.cpp's "
             "llama-gguf-split --merge"
         )
+    if metadata.architecture == ARCHITECTURE:
+        return GgufModel(*read_mmproj(metadata), {}, {})
     family = family_of(metadata)
     tokenizer = tokenizer_settings(metadata)
     config = make_config(metadata, family)
@@ -144,7 +134,10 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     """
     import gguf
 
-    tensor, reading = weight
+    if weight.others:
+        return _read_joined(file, weight, rows)
+    tensor = weight.tensor
+    reading = weight.reading
     num_rows = tensor.shape[0]
     row_bytes = tensor.num_bytes // num_rows
     order = np.arange(num_rows) if reading.rows is None else reading.rows.indices(num_rows)
@@ -161,6 +154,20 @@ def read_rows(file: Path, weight: GgufWeight, rows: slice, *, raw: bool) -> npt.
     with np.errstate(all="ignore"):  # a NaN in a weight is the model's matter
         values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type.name])
         return reading.values(np.array(values, np.float32).reshape(-1, *tensor.shape[1:]))
+
+
+def _read_joined(file: Path, weight: GgufWeight, rows: slice) -> npt.NDArray[np.float32]:
+    """Return `rows` of a weight that consists of some tensors."""
+    parts = [weight._replace(tensor=each, others=()) for each in (weight.tensor, *weight.others)]
+    if weight.axis:
+        return np.stack([read_rows(file, part, rows, raw=False) for part in parts], weight.axis)
+    size = weight.tensor.shape[0]
+    found = []
+    for number, part in enumerate(parts):
+        start, stop = (min(max(row - number * size, 0), size) for row in (rows.start, rows.stop))
+        if start < stop:
+            found.append(read_rows(file, part, slice(start, stop), raw=False))
+    return np.concatenate(found)
 
 
 def _ordered_blocks(blocks: npt.NDArray[np.uint8], weight: GgufWeight) -> npt.NDArray[np.uint8]:
@@ -242,19 +249,14 @@ def _named(name: str, family: GgufFamily, num_layers: int) -> tuple[str, str]:
 def _check_tensor(metadata: GGUFMetadata, name: str, reading: Reading, parts: int | None) -> None:
     """Check what reading tensor `name` relies on."""
     tensor = metadata.tensors[name]
-    wrong = None
     experts = parts is not None
     num_dimensions = len(tensor.shape) - experts
     if experts and (num_dimensions < 1 or tensor.shape[0] != parts):
         wrong = f"has shape {tensor.shape}, must have one part for each expert or head: {parts}"
     elif num_dimensions > 2:
         wrong = f"has {len(tensor.shape)} dimensions; {1 + experts} and {2 + experts} are supported"
-    elif (num_dimensions == 1 or reading.is_flat) and tensor.type.block_size > 1:
-        wrong = f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
-    elif reading.rows is not None and (rule := reading.rows.misfit(tensor.shape[0])):
-        wrong = f"has {tensor.shape[0]} rows, {rule}"
-    elif reading.columns is not None and (rule := reading.columns.misfit(tensor.shape[-1])):
-        wrong = f"has {tensor.shape[-1]} columns, {rule}"
+    else:
+        wrong = reading.misfit(tensor._replace(shape=tensor.shape[experts:]))
     if wrong:
         raise CheckpointError(f"{metadata.file}: tensor {shown(name)} {wrong}")
 

@@ -25,7 +25,7 @@ _SIZES = {
 """A config's sizes, by the key of the metadata without the architecture."""
 _IGNORED_KEYS = {
     "vocab_size",
-    "rope.dimension_sections",  # of pictures: a text has one position a token
+    "rope.dimension_sections",  # of pictures, which only some families read
     "rope.scaling.finetuned",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",

@@ -13,6 +13,7 @@ from nanovllm.loading.gguf_family import (
     SOFTCAP,
     Fields,
     GgufFamily,
+    rope_sections,
     theta_of_windows,
     windows,
 )
@@ -58,6 +59,7 @@ def _gemma4(metadata: GGUFMetadata, config: Fields) -> Fields:
         "num_kv_shared_layers": num_shared,
         "hidden_size_per_layer_input": extra,
         "vocab_size_per_layer_input": embedding.shape[0] if embedding else 1,
+        "pad_token_id": metadata.values.get("tokenizer.ggml.padding_token_id", 0),
         **_gemma4_mlp(metadata, num_layers, num_shared),
         "rope_parameters": {
             "full_attention": _gemma4_rope(metadata, config),
@@ -170,6 +172,12 @@ def _qwen3moe(metadata: GGUFMetadata, config: Fields) -> Fields:
     }
 
 
+def _qwen3vl(metadata: GGUFMetadata, config: Fields) -> Fields:
+    """The layers after which something of a picture is added are the first ones."""
+    number = metadata.size("n_deepstack_layers", 0)
+    return {**rope_sections(metadata, config), "n_deepstack_layers": number}
+
+
 def _gpt_oss(metadata: GGUFMetadata, config: Fields) -> Fields:
     """The bounds of YaRN's ramp are not rounded, as in the published config.json."""
     return {
@@ -177,6 +185,14 @@ def _gpt_oss(metadata: GGUFMetadata, config: Fields) -> Fields:
         "rope_parameters": {**config["rope_parameters"], "truncate": False},
         "split_experts": True,
     }
+
+
+_QWEN3_MOE = GgufFamily(
+    "Qwen3MoeForCausalLM",
+    sizes={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+    fields=_qwen3moe,
+    neutral={"expert_gating_func": (1,)},  # a softmax
+)
 
 
 FAMILIES: dict[str, GgufFamily] = {
@@ -252,12 +268,17 @@ FAMILIES: dict[str, GgufFamily] = {
         fields=_phi3,
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", fields=rope_sections),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "qwen3moe": GgufFamily(
-        "Qwen3MoeForCausalLM",
-        sizes={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
-        fields=_qwen3moe,
-        neutral={"expert_gating_func": (1,)},  # a softmax
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", fields=_qwen3vl),
+    "qwen3vlmoe": _QWEN3_MOE._replace(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        fields=lambda metadata, config: {
+            **_qwen3moe(metadata, config),
+            **_qwen3vl(metadata, config),
+            "split_experts": True,
+        },
     ),
     "seed_oss": GgufFamily(
         "SeedOssForCausalLM",

@@ -78,6 +78,16 @@ class Reading(NamedTuple):
             return tensor
         return tensor._replace(shape=(*tensor.shape[: self.axis], 1, *tensor.shape[self.axis :]))
 
+    def misfit(self, tensor: GgufTensor) -> str:
+        """Return what is wrong with a tensor that is to be read so; "" if nothing is."""
+        if (len(tensor.shape) == 1 or self.is_flat) and tensor.type.block_size > 1:
+            return f"has one dimension and type {tensor.type.name}, must be F32, F16 or BF16"
+        if self.rows is not None and (rule := self.rows.misfit(tensor.shape[0])):
+            return f"has {tensor.shape[0]} rows, {rule}"
+        if self.columns is not None and (rule := self.columns.misfit(tensor.shape[-1])):
+            return f"has {tensor.shape[-1]} columns, {rule}"
+        return ""
+
     def moves_whole_blocks(self, block_size: int) -> bool:
         """Return whether the blocks of a tensor are transformers' numbers, in another order."""
         changed = self.offset or self.is_decay
@@ -94,6 +104,38 @@ class Reading(NamedTuple):
 
 
 AS_STORED = Reading()
+
+
+class GgufWeight(NamedTuple):
+    """A tensor of the model."""
+
+    tensor: GgufTensor
+    """Its shape is transformers'."""
+    reading: Reading = AS_STORED
+    others: tuple[GgufTensor, ...] = ()
+    """Tensors of the file, of the same shape, that follow it along `axis`."""
+    axis: int = 0
+    """The first dimension, or a new one after that."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which is transformers'."""
+        shape = self.tensor.shape
+        number = 1 + len(self.others)
+        if self.axis == 0:
+            return number * shape[0], *shape[1:]
+        return shape if number == 1 else (*shape[: self.axis], number, *shape[self.axis :])
+
+    @property
+    def blocks_shape(self) -> tuple[int, ...]:
+        """The shape as bytes: [outputs, bytes of a row]."""
+        *rows, columns = self.shape
+        return *rows, self.tensor.type.row_bytes(columns)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the bytes can be read, too, in transformers' order of rows and columns."""
+        return self.reading.moves_whole_blocks(self.tensor.type.block_size)
 
 
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -200,6 +242,18 @@ def theta_of_windows(metadata: GGUFMetadata, config: Fields, default: float) -> 
             "sliding_attention": {"rope_theta": theta},
         }
     }
+
+
+def rope_sections(metadata: GGUFMetadata, config: Fields) -> Fields:
+    """Return the rotary settings with how many pairs rotate by a picture's time, row and column."""
+    key = "rope.dimension_sections"
+    sections = metadata.own(key)
+    if sections is None:
+        return {}
+    is_listed = isinstance(sections, list) and len(sections) in (3, 4)
+    if not is_listed or any(type(size) is not int or not 0 <= size < 2**12 for size in sections):
+        raise metadata.unsupported(key, sections, "3 or 4 sizes")
+    return {"rope_parameters": {**config["rope_parameters"], "mrope_section": sections[:3]}}
 
 
 def dense_layers(metadata: GGUFMetadata, config: Fields) -> int:

@@ -34,6 +34,7 @@ from nanovllm.loading.gguf_family import (
     Reading,
     dense_layers,
     has_tensor,
+    rope_sections,
     without_drafts,
 )
 from nanovllm.loading.gguf_header import GGUFMetadata
@@ -306,6 +307,7 @@ def _qwen35_fields(metadata: GGUFMetadata, config: Fields) -> Fields:
         "mtp_num_hidden_layers": num_drafting,
         "layer_types": _qwen35_layer_types(metadata, num_layers, num_drafting),
         "linear_value_head_dim": width // num_heads,
+        **rope_sections(metadata, config),
     }
 
 

@@ -21,7 +21,7 @@ from nanovllm.loading.download import (
     remove_damaged,
     way_online,
 )
-from nanovllm.loading.files import check_file, is_gguf, local_path, read_json
+from nanovllm.loading.files import check_file, is_gguf, is_mmproj, local_path, read_json
 from nanovllm.options.config import Config
 from nanovllm.options.model_names import is_path, tag_of
 from nanovllm.options.validation import check_int, listed, shown
@@ -62,6 +62,8 @@ class Checkpoint:
     """Of a GGUF file what it recommends for sampling, in the same names."""
     tokenizer_path: Path | None = None
     """Directory or GGUF file of the tokenizer; None if there is none, or none is wanted."""
+    mmproj: Path | None = None
+    """The file that reads pictures for a GGUF file; None if there is none, or none is wanted."""
 
     @cached_property
     def processor(self) -> dict[str, Any]:
@@ -123,11 +125,18 @@ def configured_checkpoint(config: Config) -> Checkpoint:
         path = _find_directory(name, None, config.download_dir, "tokenizer")
         if (tokenizer_path := _tokenizer_path(path)) is None:
             raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} has no tokenizer.json")
+    mmproj = None
+    if config.mmproj is not None or is_gguf(checkpoint.path):
+        from nanovllm.loading.mmproj_files import find_mmproj
+
+        kind = checkpoint.config.get("model_type")
+        mmproj = find_mmproj(config, checkpoint.path, kind, _find_gguf_file)
     return Checkpoint(
         checkpoint.path,
         {**checkpoint.config, **(config.hf_overrides or {})},
         generation_config,
         tokenizer_path,
+        mmproj,
     )
 
 
@@ -190,6 +199,11 @@ def _read(path: Path) -> Checkpoint:
         from nanovllm.loading.gguf import read_gguf
 
         found = read_gguf(path)
+        if "vision_config" in found.config:
+            raise CheckpointError(
+                f"{path} is an mmproj file, which only reads pictures for a model: name the file "
+                "of the model, and this one as mmproj"
+            )
         sampling = {**demo_model.recommended(path), **found.sampling}
         return Checkpoint(path, found.config, sampling, path if found.tokenizer else None)
     return Checkpoint(
@@ -355,7 +369,7 @@ def _tagged_file(repo: str, tag: str, revision: str | None, download_dir: str | 
 
 def _models(names: Iterable[str]) -> list[str]:
     """Return the names of GGUF files without those that only see pictures for another one."""
-    return [name for name in names if not Path(name).name.startswith("mmproj")]
+    return [name for name in names if not is_mmproj(name)]
 
 
 def _only_gguf(path: Path, model: str, revision: str | None, download_dir: str | None) -> Path:

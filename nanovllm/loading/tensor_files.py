@@ -21,7 +21,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.loading.files import MAX_JSON_BYTES, is_gguf, parse_object, refuse_pointer
 
 if TYPE_CHECKING:
-    from nanovllm.loading.gguf import GgufWeight
+    from nanovllm.loading.gguf_family import GgufWeight
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -63,7 +63,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
         return {
             name: TensorInfo(
-                weight.tensor.shape,
+                weight.shape,
                 weight.tensor.type.name,
                 weight.blocks_shape,
                 weight.has_blocks,

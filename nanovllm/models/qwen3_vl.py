@@ -1,6 +1,6 @@
 """The text models of Qwen3-VL: Qwen3's, whose three position numbers are equal for text."""
 
-from nanovllm.layers.experts import SparseMLP, StoredExperts
+from nanovllm.layers.experts import PER_EXPERT, SparseMLP, StoredExperts
 from nanovllm.models.expert_parts import sparse_mlp
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import OTHER_MODALITIES
@@ -28,4 +28,5 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
 
     def make_experts(self, config: ModelConfig) -> SparseMLP:
         size = config.size("moe_intermediate_size")
-        return sparse_mlp(config, size, stored=_STORED, renormalize=True)
+        stored = PER_EXPERT if config.flag("split_experts") else _STORED  # GGUF files' own field
+        return sparse_mlp(config, size, stored=stored, renormalize=True)

@@ -253,6 +253,9 @@ class Config:
     max_lora_rank. Requests with further adapters wait, and any number may be known."""
     max_lora_rank: Annotated[int, check_int, 1, 512] = 16
     """Maximum rank of an adapter that a request names."""
+    mmproj: Annotated[str | None, check_path, "a GGUF file or None"] = None
+    """GGUF file that reads pictures for the model, which is one, too; also one of a hub repository.
+    None is the one beside the model's."""
     limit_mm_per_prompt: Annotated[dict[str, Any] | None, _picture_limit] = None
     """Maximum number of pictures in a prompt, as {"image": 4}; with 0, what reads pictures is not
     loaded. None is no limit."""

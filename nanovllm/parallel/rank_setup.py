@@ -68,7 +68,7 @@ def check_networks(
     """
     _check_plugins(config)
     target = check_network(config, checkpoint)
-    if checkpoint.config.get("vision_config"):
+    if checkpoint.config.get("vision_config") or checkpoint.mmproj is not None:
         from nanovllm.features.vision.family import find_family
 
         target = target._replace(vision=find_family(config, checkpoint))
@@ -181,7 +181,9 @@ def make_runner(
     if config.has_tiers:
         from nanovllm.features.tiers.weight_files import WeightSnapshot
 
-        files = WeightSnapshot(target.files)  # before they are loaded
+        vision = target.vision
+        tower = [] if vision is None or vision.mmproj is None else [vision.mmproj]
+        files = WeightSnapshot([*target.files, *tower])  # before they are loaded
     runner = ModelRunner(
         target,
         platform,

@@ -13,7 +13,13 @@ import pytest
 from huggingface_hub import constants, hf_api
 
 from nanovllm.errors import CheckpointError
-from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
+from nanovllm.loading.hub import (
+    Checkpoint,
+    configured_checkpoint,
+    open_checkpoint,
+    weight_files,
+)
+from nanovllm.options.config import Config
 from tests.gguf_files import make_gguf
 from tests.hub_server import Hub
 
@@ -636,6 +642,28 @@ def test_a_gguf_file_of_the_hub_by_its_tag(gguf_hub, client):
     error = client("org/two:Q5_0")["error"]
     assert "hub model 'org/two' has no GGUF file for the tag 'Q5_0'; name a file" in error
     assert "it has mmproj-q8_0.gguf, model-Q4_K.gguf, m" in error
+
+
+def test_what_reads_pictures_comes_with_a_gguf_file_of_the_hub(hub, client, tmp_path):
+    """Of its folder, or of one above it; offline it is the one that is here."""
+    content = Path(make_gguf(tmp_path / "made", "llama", vocab_size=20)[0]).read_bytes()
+    files = {"x-Q8_0.gguf": content, "q4/x-Q4_0.gguf": content}
+    files |= {"mmproj-F16.gguf": b"16", "mmproj-BF16.gguf": b"B16", "b/mmproj-F16.gguf": b"b"}
+    hub.repositories["org/sees"] = {"refs": {"main": "e" * 40}, "commits": {"e" * 40: files}}
+    client("org/sees:Q8_0")
+    hub.fetched.clear()
+
+    def found(model, **options):
+        return configured_checkpoint(Config(model, **options)).mmproj
+
+    assert found("org/sees:Q8_0", limit_mm_per_prompt={"image": 0}) is None
+    assert hub.fetched == []
+    assert found("org/sees:Q8_0").read_bytes() == b"B16"
+    assert found("org/sees/q4/x-Q4_0.gguf").read_bytes() == b"B16"
+    assert [name for _, name in hub.fetched] == ["mmproj-BF16.gguf"]
+    assert found("org/sees:Q8_0", mmproj="org/sees/mmproj-F16.gguf").read_bytes() == b"16"
+    client("org/sees:Q8_0", offline=True)
+    assert found("org/sees:Q8_0").read_bytes() == b"B16"
 
 
 def test_gguf_files_of_the_hub_of_which_none_is_named(gguf_hub, client):

@@ -81,6 +81,7 @@ def test_every_field_can_be_given():
         "enable_lora": True,
         "max_loras": 4,
         "max_lora_rank": 64,
+        "mmproj": "/see.gguf",
         "limit_mm_per_prompt": {"image": 2},
         "mm_processor_kwargs": {"max_pixels": 9},
         "max_image_tokens": 8,

@@ -7,9 +7,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from nanovllm.errors import CheckpointError, InvalidRequestError
+from nanovllm.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
 from nanovllm.options.validation import check_float, check_int
@@ -102,6 +103,10 @@ class VisionFamily(ABC):
     """Whether the colours of a pixel are neighbours in a patch."""
     reads_colours = True
     """Whether the processor says `mean` and `std`."""
+    spare_token: str | None = None
+    """What stands for a part of a picture where a GGUF file lacks `soft_token`; no text has it."""
+    mmproj: Path | None = None
+    """The GGUF file that has the tower; None: the checkpoint has it."""
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.config = config
@@ -239,6 +244,13 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
         CheckpointError: a field of its files has an invalid value.
     """
     fields = checkpoint.config
+    if checkpoint.mmproj is not None:
+        try:
+            fields = _with_mmproj(checkpoint, checkpoint.mmproj)
+        except UnsupportedModelError as error:
+            if config.mmproj is not None:
+                raise
+            logger.warning("this model runs without pictures: %s", error)
     place = FAMILIES.get((fields.get("architectures") or [""])[0])
     is_off = (config.limit_mm_per_prompt or {}).get("image") == 0
     if place is None or is_off or not fields.get("vision_config"):
@@ -249,7 +261,72 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
     module, _, name = place.partition(":")
     found = importlib.import_module(f"nanovllm.features.vision.{module}")
     family: type[VisionFamily] = getattr(found, name)
-    return family(fields, checkpoint.processor)
+    if checkpoint.mmproj is None:
+        return family(fields, checkpoint.processor)
+    return _of_mmproj(family, fields, checkpoint)
+
+
+def _of_mmproj(
+    family: type[VisionFamily], fields: dict[str, Any], checkpoint: Checkpoint
+) -> VisionFamily:
+    """Return the family of a GGUF file, by what `_with_mmproj` returned."""
+    from nanovllm.loading.gguf import read_gguf
+
+    processor = dict(fields["image_processor"])
+    for name, own in (("image_mean", family.mean), ("image_std", family.std)):
+        if all(abs(a - b) < 1e-7 for a, b in zip(processor[name], own, strict=True)):
+            del processor[name]  # it is the same, and the file has it in 32 bits
+    try:
+        found = family(fields, processor)
+    except CheckpointError as error:  # the message names fields of a config.json
+        raise type(error)(f"{checkpoint.mmproj}, its metadata as a {error}") from error
+    found.mmproj = checkpoint.mmproj
+    tokens: list[str] = read_gguf(checkpoint.path).tokenizer.get("tokens") or []
+    for token in (found.soft_token, found.spare_token):
+        if token in tokens:
+            fields |= {"image_token": token, "image_token_id": tokens.index(token)}
+            return found
+    raise CheckpointError(
+        f"{checkpoint.path}: tokenizer.ggml.tokens has no {found.soft_token}, which stands for a "
+        'part of a picture; start with limit_mm_per_prompt={"image": 0}'
+    )
+
+
+def _with_mmproj(checkpoint: Checkpoint, file: Path) -> dict[str, Any]:
+    """Return the config.json of the model that a text model and an mmproj file make.
+
+    Raises:
+        CheckpointError: they do not fit each other, or it is another file.
+    """
+    from nanovllm.loading.gguf import read_gguf
+    from nanovllm.loading.mmproj import PROJECTORS, WAY_OUT
+
+    text = checkpoint.config
+    found = read_gguf(file).config
+    projector = PROJECTORS.get(found["model_type"])
+    if projector is None:
+        raise CheckpointError(
+            f"{file} is a text model ({found['model_type']}), and no mmproj file, whose "
+            f"general.architecture is clip: {WAY_OUT}"
+        )
+    kind = text["model_type"]
+    size = text["hidden_size"]
+    width = found["vision_config"]["out_hidden_size"]
+    deep = len(found["vision_config"]["deepstack_visual_indexes"])
+    wrong = ""
+    if kind not in projector.texts:
+        known = " or ".join(projector.texts)
+        wrong = f"clip.projector_type {found['model_type']} is for {known}, and this is {kind}"
+    elif width != size:
+        wrong = f"clip.vision.projection_dim {width} must be the model's embedding_length, {size}"
+    elif text.get("n_deepstack_layers", deep) != deep:
+        wrong = f"it has {deep} deepstack layers, the model says {text['n_deepstack_layers']}"
+    if wrong:
+        raise CheckpointError(f"{file} is not for {checkpoint.path}: {wrong}; {WAY_OUT}")
+    # Where no layer has an embedding of its own for each token, pictures see both ways.
+    both_ways = "vision" if text.get("hidden_size_per_layer_input") == 0 else None
+    text = {**text, "use_bidirectional_attention": both_ways}
+    return {**found, "text_config": text}
 
 
 def refuse_options(options: Mapping[str, Any], *known: str) -> None:

@@ -9,7 +9,7 @@ from nanovllm.features.vision.family import Layout, View, VisionFamily, refuse_o
 from nanovllm.features.vision.tower import LearnedGrid, PooledMerger, TowerConfig, VisionTower
 from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.options.validation import check_int
+from nanovllm.options.validation import check_int, check_text
 
 
 class Gemma3(VisionFamily):
@@ -18,7 +18,7 @@ class Gemma3(VisionFamily):
     """
 
     marker = "<start_of_image>"
-    soft_token = "<image_soft_token>"
+    spare_token = "<unused98>"
     resample = "bilinear"
 
     def __init__(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
@@ -40,6 +40,10 @@ class Gemma3(VisionFamily):
                 f"config.json: {self.num_tokens} tokens (mm_tokens_per_image) are no square of "
                 f"{self.side} pixels (image_size) in patches of {self.patch} (patch_size)"
             )
+
+    @property
+    def soft_token(self) -> str:
+        return self.field("image_token", "<image_soft_token>", check_text)
 
     def layout(self, width: int, height: int, options: Mapping[str, Any]) -> Layout:
         refuse_options(options)

@@ -267,12 +267,17 @@ def load_tower(
         for module in tower.modules():
             forms.finish(module)
         return tower.eval().requires_grad_(False)
-    known = {name for file in spec.files for name in read_header(file)}
-    ours = tuple(place + part for place in tower.places for part in tower.parts)
-    ignored = frozenset(name for name in known if not name.startswith(ours))
+    files = spec.files
+    ignored = frozenset[str]()
+    if family.mmproj is None:
+        known = {name for file in files for name in read_header(file)}
+        ours = tuple(place + part for place in tower.places for part in tower.parts)
+        ignored = frozenset(name for name in known if not name.startswith(ours))
+    else:
+        files = [family.mmproj]
     load_weights(
         tower,
-        spec.files,
+        files,
         ignored=ignored,
         progress=False,
         on_loaded=forms.finish,

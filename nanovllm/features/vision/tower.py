@@ -716,6 +716,8 @@ class VisionTower(nn.Module):
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
+        if name in known:  # an mmproj file has the modules' names
+            return name
         for pattern, theirs in self.names.items():
             name = re.sub(pattern, theirs, name)
         names = self.all_names(self.places[0] + name)
