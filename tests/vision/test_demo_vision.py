@@ -40,15 +40,21 @@ def asked(number: int, seed: int) -> list[tuple[Scene, Image.Image, Question]]:
     return [(scene, draw(rng, scene), questions.ask(scene, next(kinds))) for scene in scenes]
 
 
-def conversation(picture: Image.Image, question: str) -> list[dict[str, Any]]:
+def conversation(
+    picture: Image.Image, question: str, *, asks_first: bool = False
+) -> list[dict[str, Any]]:
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    return [{"role": "user", "content": content}]
+    return [{"role": "user", "content": content[::-1] if asks_first else content}]
 
 
 def test_answers_95_of_100_questions_about_new_pictures(seeing: LLM) -> None:
-    """Also about kinds in colours that it never saw together."""
+    """Also about kinds in colours that it never saw together, and before the picture comes."""
     given = asked(100, seed=20)
-    outputs = seeing.chat([conversation(p, q.text) for _, p, q in given], GREEDY, use_tqdm=False)
+    conversations = [
+        conversation(picture, question.text, asks_first=index % 2 == 1)
+        for index, (_, picture, question) in enumerate(given)
+    ]
+    outputs = seeing.chat(conversations, GREEDY, use_tqdm=False)
     right = [output.text == q.answer for output, (*_, q) in zip(outputs, given, strict=True)]
     assert sum(right) >= 95
     new = [any(t in NEVER_TRAINED for t in scene if t) for scene, *_ in given]

@@ -86,12 +86,11 @@ TEMPLATE = """\
     {%- if message.content is string %}
         {{- message.content }}
     {%- else %}
-        {%- for part in message.content %}
-            {%- if part.type == 'image' %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- else %}
-                {{- part.text }}
-            {%- endif %}
+        {%- for part in message.content if part.type == 'image' %}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- endfor %}
+        {%- for part in message.content if part.type != 'image' %}
+            {{- part.text }}
         {%- endfor %}
     {%- endif %}
     {{- '<|im_end|>\\n' }}
