@@ -79,7 +79,7 @@ def main() -> None:
     print(f"{len(texts)} texts, {len(expected)} positions, {expected.shape[1]} tokens\n")
     table = Table("form", "KL divergence, mean", "KL divergence, 99%", "top-1 agreement")
     forms = [{"quantization": form} for form in ("int8", "w8a8", "int4")]
-    for options in (*forms, {"kv_cache_dtype": "int8"}):
+    for options in (*forms, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}):
         found = _logprobs_of(args.model, texts, **{"quantization": "none", **options})
         mean, high, same = divergence(expected, found)
         ((name, value),) = options.items()

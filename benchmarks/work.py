@@ -36,7 +36,9 @@ def weight_bits(module: WeightModule, numbers: int) -> int:
 
 
 def attention_bits(layer: Attention) -> int:
-    """Return the bits of the numbers that attention multiplies."""
+    """Return the bits of the numbers that attention multiplies, as `weight_bits` does."""
+    if layer.kv_cache.dtype in (torch.int8, torch.uint8):
+        return 4  # queries have 8 bits, as inputs beside weights of 4
     return 32 if layer.kv_cache.itemsize == 4 else 16
 
 
@@ -53,6 +55,8 @@ def attention_work(layer: Attention, first: int, end: int) -> tuple[int, int]:
     growing = range(first + 1, min(end, longest) + 1)
     pairs = sum(growing) + longest * (end - first - len(growing))
     before = first if window is None else min(window - 1, first)
-    numbers = num_kv_heads * head_dim * (1 if values else 2)
-    nbytes = (before + (end - first)) * numbers * layer.kv_cache.itemsize
+    quantized = layer.kv_cache.dtype in (torch.int8, torch.uint8)
+    row = layer.kv_cache.shape[-1] if quantized else head_dim  # with its scales
+    nbytes = (before + (end - first)) * num_kv_heads * row * (1 if values else 2)
+    nbytes *= layer.kv_cache.itemsize
     return nbytes, 2 * num_heads * (head_dim + (values or head_dim)) * pairs

@@ -8,7 +8,6 @@ from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNormRope
 from nanovllm.kernels.cpu import ops
-from nanovllm.kernels.cpu.build import PANEL
 
 MAX_HEAD_DIM = 576  # the rows of latent attention are the longest: 512 numbers, and 64 that rotate
 
@@ -17,8 +16,8 @@ class CPUBackend(Backend):
     """Backend for CPUs. KV cache of a layer: [num_kv_heads, num_blocks, 2, block_size, width], or 1
     in place of 2 where the values are a part of the keys.
 
-    width is head_dim, padded to a multiple of 32; int8 has two bytes more, for a token's scale.
-    cache.h defines the layout inside a block.
+    width is head_dim, padded to a multiple of 32; of int8, and of 4 bits in uint8, it is the bytes
+    of so many numbers and of their scales. cache.h defines the layout inside a block.
     """
 
     name: ClassVar[str] = "cpu"
@@ -32,8 +31,8 @@ class CPUBackend(Backend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
             return "needs bfloat16 on a CPU"
-        if spec.kv_dtype not in (None, spec.dtype, torch.int8):
-            return "keeps keys and values in bfloat16 or int8"
+        if spec.kv_dtype not in (None, spec.dtype, torch.int8, torch.uint8):
+            return "keeps keys and values in bfloat16, int8 or int4"
         if spec.head_dim % 2 or spec.head_dim > MAX_HEAD_DIM:
             return f"head_dim {spec.head_dim} is odd or above {MAX_HEAD_DIM}"
         if spec.value_dim and spec.value_dim % 2:
@@ -46,7 +45,7 @@ class CPUBackend(Backend):
 
     def kv_cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         spec = self.spec
-        width = -(-spec.head_dim // PANEL) * PANEL + 2 * (spec.kv_dtype == torch.int8)
+        width = ops.cache_row(spec.head_dim, spec.kv_dtype or spec.dtype)
         halves = 1 if spec.value_dim else 2
         return (spec.num_kv_heads, num_blocks, halves, self.block_size, width)
 

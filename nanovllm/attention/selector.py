@@ -29,7 +29,7 @@ def select_backend(spec: AttentionSpec, candidates: Iterable[type[Backend]]) -> 
 
     Raises:
         UnsupportedModelError: no backend supports `spec`. The message has every reason.
-        ConfigError: the same, and `spec` has an 8-bit KV cache.
+        ConfigError: the same, and `spec` has a KV cache in few bits.
     """
     reasons: list[str] = []
     for backend in candidates:
@@ -41,8 +41,8 @@ def select_backend(spec: AttentionSpec, candidates: Iterable[type[Backend]]) -> 
     if spec.quantized_kv:
         asked = "fp8"
         needed = "a GPU of compute capability 8.9 and the Triton kernels"
-        if spec.kv_dtype == torch.int8:
-            asked = "int8"
+        if spec.kv_dtype in (torch.int8, torch.uint8):
+            asked = "int8" if spec.kv_dtype == torch.int8 else "int4"
             needed = "bfloat16 on a CPU and the C kernels"
         raise ConfigError(
             f'kv_cache_dtype "{asked}" needs {needed}; use "auto" ({", ".join(reasons)})'

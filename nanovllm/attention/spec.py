@@ -41,7 +41,8 @@ class AttentionSpec(AttentionOptions):
     dtype: torch.dtype
     device: torch.device
     block_size: int | None  # tokens in a KV block; None lets the backend choose
-    kv_dtype: torch.dtype | None = None  # the KV cache's dtype; None means `dtype`
+    # The KV cache's dtype; None means `dtype`, torch.uint8 two numbers of 4 bits a byte.
+    kv_dtype: torch.dtype | None = None
 
     @property
     def quantized_kv(self) -> bool:

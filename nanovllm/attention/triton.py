@@ -67,7 +67,7 @@ class TritonBackend(PagedBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
-        if spec.kv_dtype == torch.int8:
+        if spec.kv_dtype in (torch.int8, torch.uint8):
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"

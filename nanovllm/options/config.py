@@ -32,7 +32,7 @@ LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8", "int4", "w8a8", "fp8", "none")
 EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 SCHEDULING_POLICIES = ("priority", "fcfs")
 EVICTION_POLICIES = ("lru",)
 PLATFORMS = {"cuda": "nanovllm.platform.cuda:CUDA", "cpu": "nanovllm.platform.cpu:CPU"}
@@ -180,8 +180,8 @@ class Config:
     """Attention backend: "auto" is the first for the device that supports the model; "module:Class"
     names your own `Backend`."""
     kv_cache_dtype: Annotated[str, check_choice, KV_CACHE_DTYPES] = "auto"
-    """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" (one scale per token and
-    head; CPU only), or "auto" for the model's dtype."""
+    """Data type of the KV cache: "fp8" (E4M3, scale 1; GPU only), "int8" or "int4" (heads are
+    rotated, then rounded with scales for each token; CPU only), or "auto" for the model's dtype."""
     max_num_batched_tokens: Annotated[int | None, check_int, 1, _INT32] = None
     """Maximum number of tokens computed in one step; longer prompts are computed in chunks. None is
     16384 on CUDA and 1024 on a CPU."""

@@ -50,7 +50,7 @@ class AttentionGroups:
         model_config = spec.model_config
         one_table = spec.one_table
         self.layers = layers = [m for m in model.modules() if isinstance(m, Attention)]
-        kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        kv_dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
         self._dtype = kv_dtypes.get(config.kv_cache_dtype, model_config.dtype)
         common: dict[str, Any] = {
             "dtype": model_config.dtype,

@@ -79,7 +79,8 @@ def settings(options: dict[str, Any], *, full: bool) -> list[Setting]:
     """Return the settings: the user's own `options`, and those with another KV cache or weights."""
     found = [Setting("", options)]
     if "kv_cache_dtype" not in options:
-        found.append(Setting("int8 KV", {**options, "kv_cache_dtype": "int8"}))
+        for kind in ("int8", "int4"):
+            found.append(Setting(f"{kind} KV", {**options, "kv_cache_dtype": kind}))
     if full and options.get("quantization") is None:
         for form in ("int8", "int4"):
             found.append(Setting(f"{form} weights", {**options, "quantization": form}))

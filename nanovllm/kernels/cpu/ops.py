@@ -5,6 +5,7 @@ end those that read the device tables.
 Shapes and layouts are not checked, except in `supports_experts`: a wrong one corrupts memory.
 """
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,9 @@ _ACTIVATIONS = (
     *("gelu", "relu", "relu2", "softplus"),
 )
 """In the order of their numbers in csrc/activations.h."""
+
+_KV_BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
+"""Of a number in a KV cache of these types."""
 
 _CHUNK = 128  # logits of a chunk; see csrc/sampling.c
 
@@ -141,6 +145,19 @@ def copy_pages(
     copy_rows(halves, others, x_rows=torch.tensor(sources), y_rows=torch.tensor(targets))
 
 
+def cache_row(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the elements of a KV cache that a token's key takes, and as many its value: see
+    cache.h.
+    """
+    width = -(-head_dim // PANEL) * PANEL
+    if dtype == torch.bfloat16:
+        return width
+    bits = _KV_BITS[dtype]
+    if bits == 4:
+        return width // 2 + 2 * (width // PANEL) * 2  # a scale and a minimum for 32 numbers
+    return width + 2 * (1 if width <= 256 else width // math.gcd(width, 256))
+
+
 def store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -171,7 +188,7 @@ def store(
     kv_parts = (qkv.shape[1] // head_dim - num_heads) // num_kv_heads
     tensors = qkv, q_weight, k_weight, cos_sin, q_scale, positions, slot_mapping, q, kv_cache
     heads = len(qkv), num_heads, num_kv_heads, kv_parts
-    sizes = head_dim, cos_sin.shape[1], block_size, halves, 8 * kv_cache.element_size()
+    sizes = head_dim, cos_sin.shape[1], block_size, halves, _KV_BITS[kv_cache.dtype]
     options = eps, kind, after_rotation, interleaved, v_norm
     library.call("nv_store", *tensors, *_distances(kv_cache), *heads, *sizes, *options)
     return q
@@ -207,7 +224,7 @@ def attention(
     value_dim = value_dim or head_dim
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype)
     tables = block_tables, block_tables.shape[1], cu_seqlens_q, seq_lens, ends, sinks, len(seq_lens)
-    sizes = num_heads, num_kv_heads, head_dim, value_dim, block_size, 8 * kv_cache.element_size()
+    sizes = num_heads, num_kv_heads, head_dim, value_dim, block_size, _KV_BITS[kv_cache.dtype]
     visible = window or 0 if causal else -1
     factor = head_dim**-0.5 if scale is None else scale
     cache = kv_cache, *_distances(kv_cache)

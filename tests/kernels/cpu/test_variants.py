@@ -29,7 +29,7 @@ def test_weights_of_8_and_4_bits() -> None:
         test_int_weights.check_products(form, 33, 1, True, True, 0)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8, torch.uint8])
 def test_attention(kv_dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     check_prompts_and_chunks(AttentionSpec(2, 1, 40, torch.bfloat16, cpu, 32, kv_dtype=kv_dtype))

@@ -6,60 +6,8 @@
  * sequence, and a row's result does not depend on whether they do.
  */
 #include "cache.h"
-#define FROM_SCALES from_bf16 /* the scales of keys */
-#include "int_tiles.h"
 
-enum { SEGMENT_KEYS = 4096, INT_BYTES = 2 /* of a quantised query or weight */ };
-
-/* One part of a tile of an 8-bit cache, from `column` of a panel on. Each step of two inputs prefetches `share` bytes of
- * w.prefetch, from byte `skip` on. With few rows every second step has sums of its own, so that a product need not wait for the
- * last one: 1.4 times as fast. */
-INLINE void cache_rows(int rows, int cols, ptrdiff_t k, quantized_rows q, panel_pieces w, ptrdiff_t column, ptrdiff_t skip,
-                       ptrdiff_t share, const bf16 *scales, output_rows acc, int add) {
-    const int chains = VL == 16 && rows <= MAX_ROWS / 2 ? 2 : 1;
-    vi a[2][MAX_ROWS][STREAM_COLS];
-    const int16_t *x = q.ints;
-    for (int n = 0; n < chains; n++) zero_sums(rows, cols, a[n]);
-    for (ptrdiff_t i = 0; i < k;) {
-        const uint8_t *piece = (const uint8_t *)*w.pieces++ + 2 * column, *ahead = (const uint8_t *)*w.prefetch++ + skip;
-        for (ptrdiff_t end = k - i < w.piece_k ? k : i + w.piece_k; i < end; i += 8, piece += 8 * PANEL)
-#pragma GCC unroll 4
-            for (int j = 0; j < 8; j += 2, ahead += share) {
-                if (column == 0) __builtin_prefetch(ahead, 0, 2);
-#pragma GCC unroll 4
-                for (int c = 0; c < cols; c += 2) {
-                    const uint8_t *at = piece + j * PANEL + c * 2 * VL;
-                    vs w0 = widen_int8(at), w1 = widen_int8(at + 2 * VL);
-#pragma GCC unroll 12
-                    for (int r = 0; r < rows; r++)
-                        multiply_add_pairs(&a[j / 2 % chains][r][c], &a[j / 2 % chains][r][c + 1], w0, w1, x + r * q.ld + i + j);
-                }
-            }
-    }
-#pragma GCC unroll 8
-    for (int c = 0; c < cols; c++) {
-        vf scale = scales ? load_bf16(scales + column + c * VL, VL) : broadcast(1.0f);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            float *out = acc.p + r * acc.ld + column + c * VL;
-            if (chains == 2) a[0][r][c] += a[1][r][c];
-            vf sum = __builtin_convertvector(a[0][r][c], vf) * q.scales[r * q.groups], before = {0};
-            if (add) before = load(out);
-            store(out, fma_(sum, scale, before));
-        }
-    }
-}
-
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for keys or values of 8 bits. `scales` are those of the 32 columns;
- * NULL: they are 1. k is at most 512, so that 32 bits hold a sum. While a piece is read, the one in its place in w.prefetch is
- * prefetched. Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
-static __attribute__((noinline)) void cache_tile(int rows, ptrdiff_t k, quantized_rows x, panel_pieces w, const bf16 *scales,
-                                                 output_rows acc, int add) {
-#define CACHE_PART(R, cols, c)                                                                                                \
-    cache_rows(R, cols, k, part_from(x, INT_BYTES, at), w, c, w.piece_k * at * PANEL / rows, 2 * PANEL / PARTS(rows), scales, \
-               outputs_from(acc, at, 0), add)
-    FOR_ROWS(rows, CACHE_PART)
-}
+enum { SEGMENT_KEYS = 4096 };
 
 /* What all tiles of a call share. */
 typedef struct {
@@ -70,6 +18,7 @@ typedef struct {
     ptrdiff_t window;   /* keys that a token sees, its own and those before it, at most */
     float scale;        /* of scores, times log2(e): a weight is exp2(scale * (score - row_max)) */
     float squash;       /* a score becomes tanh(squash * score); 0: it stays */
+    ptrdiff_t turn;     /* with 8 and 4 bits results are rotated by hadamard() of this size, with 16 it is 0 */
     const float *sinks; /* [heads]: a sink is a score more of each row, whose value is 0; NULL: there are none */
 } query_shape;
 
@@ -118,18 +67,19 @@ typedef struct {
     query_shape shape;
     int rows;
     ptrdiff_t pass_keys, pass_blocks;
-    operand *query;                  /* [rows][width] */
-    float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on */
+    operand *query;                  /* 16 bits: [rows][width] */
+    float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on: operands,
+                                      * or with 8 and 4 bits bfloat16 */
     float *acc;                      /* [rows][value_width]: the sum of weighted values */
     ptrdiff_t value_width;           /* of the values, rounded up to whole panels */
     bf16 *turned;                    /* [pass_keys/2][32][2]: a panel of values, made of keys; NULL: the cache has values */
     float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
     float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
-    quantized_rows queries;          /* 8 bits: `query` and its scales */
-    quantized_rows weights;          /* 8 bits: the weights at `scores` and their scales */
-    const bf16 **values, **prefetch; /* by block, with 8 bits by panel of keys: the values, and what to prefetch while they are
-                                      * read. Of keys that are also values, the block itself, and what to prefetch while its
-                                      * keys are read */
+    bf16 *rotated;                   /* 8 and 4 bits: queries, [rows][width] */
+    quantized_rows queries, weights; /* 8 and 4 bits: the packed inputs of all keys' products, and of a block's values */
+    const uint16_t *ones;            /* 8 and 4 bits: scales of values, which the weights have been multiplied by */
+    const bf16 **values, **prefetch; /* by block: the values, and what to prefetch while they are read. Of keys that are also
+                                      * values, the block itself, and what to prefetch while its keys are read */
 } query_tile;
 
 typedef struct {
@@ -153,9 +103,6 @@ INLINE ptrdiff_t passes_of_segment(const cache_layout *c) { return (SEGMENT_KEYS
 INLINE ptrdiff_t row_floats(ptrdiff_t value_width) { return value_width + 16; }
 INLINE ptrdiff_t width_of_values(const query_shape *s) { return (s->values + PANEL - 1) / PANEL * PANEL; }
 
-/* With an 8-bit cache, a product with keys has int_groups() groups of inputs with a scale each, because a group fits K_STEP. */
-INLINE int int_groups(const cache_layout *c) { return c->width > K_STEP ? 2 : 1; }
-
 INLINE const uint8_t *block_at(kv_sequence kv, ptrdiff_t b) { return kv.head.cache + kv.block_table[b] * kv.head.block_bytes; }
 
 /* Return which of the heads of the batch's tokens row r is, counted from the tile's first row. */
@@ -169,48 +116,44 @@ INLINE void load_queries(const cache_layout *c, const query_tile *t, const bf16 
             for (ptrdiff_t d = 0; d < c->width; d += VL)
                 store_operand(row + d, d < c->dim ? load_bf16(from + d, c->dim - d) : (vf){0});
         } else {
-            bf16 padded[c->width];
-            memset(padded, 0, sizeof padded);
-            memcpy(padded, from, c->dim * sizeof *from);
-            quantize_row(padded, &t->queries, r, c->width / int_groups(c), 8, PLAIN);
+            float row[c->width];
+            for (ptrdiff_t d = 0; d < c->width; d += VL) store(row + d, d < c->dim ? load_bf16(from + d, c->dim - d) : (vf){0});
+            hadamard(row, c->width, c->turn);
+            for (ptrdiff_t d = 0; d < c->width; d += VL) store_bf16(t->rotated + r * c->width + d, VL, load(row + d));
         }
     }
 }
 
-/* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, as many values are
- * prefetched: with 8 bits those of these keys, with 16 what stands in their place in the block, in one stretch, which is faster
- * in long sequences. While values are read, keys in the same place of the next pass, or of the next tile's first, are prefetched.
- */
+/* Round rows of x, ldx apart, to the packed inputs of products with 8 or 4 bits. */
+INLINE void pack_inputs(const cache_layout *c, const bf16 *x, ptrdiff_t ldx, ptrdiff_t rows, quantized_rows q, ptrdiff_t group,
+                        int kind) {
+    for (ptrdiff_t item = 0; item < quantize_items(rows, (int)c->bits); item++)
+        quantize_rows(x, ldx, rows, q, group, (int)c->bits, kind, item);
+}
+
+/* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, what stands in its place in
+ * the block's values is prefetched, in one stretch, which is faster in long sequences. While values are read, keys in the same
+ * place of the next pass, or of the next tile's first, are prefetched. */
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     ptrdiff_t inputs = (c->dim + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE; /* of a key, without most of its padding */
+    ptrdiff_t groups = c->width / c->group * (c->bits == 4 ? 2 : 1);
     for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
         const uint8_t *keys = block_at(kv, b), *values = t->turned ? keys : keys + c->half_bytes, *next = values;
         if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
         else if (t->pass_keys >= pass.left && j >= next_kv.first && j < next_kv.num_keys) next = block_at(next_kv, b);
         output_rows found = {t->scores + j, t->pass_keys};
+        t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
         if (c->bits == 16) {
-            t->values[b] = (const bf16 *)values, t->prefetch[b] = (const bf16 *)next;
             const bf16 *panel = (const bf16 *)keys + in_block * c->width;
             const bf16 *ahead = t->turned ? (const bf16 *)next + in_block * c->width : panel + c->half_bytes / 2;
             panel_pieces pieces = {&panel, &ahead, c->width};
             tile(t->rows, inputs, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
-            const bf16 *scales = (const bf16 *)(keys + c->scale_offset) + in_block;
-            const bf16 *pieces[c->width / PANEL], *ahead[c->width / PANEL];
-            ptrdiff_t k = c->width / int_groups(c), scale_offset = c->scale_offset + in_block * (ptrdiff_t)sizeof *scales;
-            __builtin_prefetch(values + scale_offset);
-            __builtin_prefetch(next + scale_offset, 0, 2);
-            values += in_block * PANEL, next += in_block * c->width, keys += in_block * c->width;
-            t->values[j / PANEL] = (const bf16 *)values, t->prefetch[j / PANEL] = (const bf16 *)next;
-            for (ptrdiff_t g = 0; g < int_groups(c); g++) {
-                for (ptrdiff_t i = 0; i < k; i += PANEL) {
-                    pieces[i / PANEL] = (const bf16 *)(keys + (g * k + i) * PANEL);
-                    ahead[i / PANEL] = (const bf16 *)(values + (g * k + i) / PANEL * c->block * PANEL);
-                }
-                cache_tile(t->rows, k, inputs_at(t->queries, INT_BYTES, g * k, g), (panel_pieces){pieces, ahead, PANEL}, scales,
-                           found, g);
-            }
+            const uint16_t *scales = (const uint16_t *)(keys + c->scale_offset) + in_block * groups;
+            ptrdiff_t at = bytes_of(c, in_block * c->width);
+            (c->bits == 8 ? cache_tile8 : key_tile4)(t->rows, c->width, c->group, t->queries,
+                                                     (int_panel){keys + at, scales, 0}, values + at, found, 0);
         }
     }
 }
@@ -238,11 +181,11 @@ INLINE void find_max(const query_tile *t, key_pass pass, int r) {
     t->rescale[r] = t->row_max[r] - (row_max == -INFINITY ? 0.0f : row_max), t->row_max[r] = row_max;
 }
 
-/* Replace row r's scores of a pass by weights. With 8 bits a weight is multiplied by its value's scale, and then rounded to 16
- * bits with a scale for the pass. A pass whose keys the row does not see leaves the row's sums as they are, bit for bit. */
+/* Replace row r's scores of a pass by weights. With 8 and 4 bits a weight is multiplied by its value's scale. A pass whose keys
+ * the row does not see leaves the row's sums as they are, bit for bit. */
 INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pass, int r) {
     float *scores = t->scores + r * t->pass_keys, row_max = t->row_max[r] == -INFINITY ? 0.0f : t->row_max[r];
-    vf scale = broadcast(t->shape.scale), shift = broadcast(-row_max * t->shape.scale), largest = {0}, sum = {0};
+    vf scale = broadcast(t->shape.scale), shift = broadcast(-row_max * t->shape.scale), sum = {0};
     for (ptrdiff_t j = pass.first; j < pass.keys && c->bits == 16; j += VL) {
         vf weight = exp2_(fma_(load(scores + j), scale, shift));
         sum += weight;
@@ -250,19 +193,11 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
     }
     for (ptrdiff_t j = pass.first; j < pass.keys && c->bits != 16; j += VL) {
         vf weight = exp2_(fma_(load(scores + j), scale, shift));
-        ptrdiff_t in_block = j % c->block; /* values[] is past the block's first by the panels before */
-        const uint8_t *scales = (const uint8_t *)t->values[j / PANEL] + c->scale_offset - in_block / PANEL * PANEL * PANEL;
+        const uint16_t *scales = (const uint16_t *)((const uint8_t *)t->values[j / c->block] + c->scale_offset);
         sum += weight;
-        weight *= load_bf16((const bf16 *)scales + in_block, VL);
-        store(scores + j, weight);
-        largest = larger(largest, weight);
+        store_bf16((bf16 *)scores + j, VL, weight * from_f16(*(const half_vu *)(scales + j % c->block)));
     }
     t->pass_sum[r] = sum_of(sum);
-    if (c->bits == 16) return;
-    float top_weight = largest_of(largest), inverse = top_weight > 0 ? 32767.0f / top_weight : 0;
-    t->weights.scales[r] = top_weight / 32767.0f;
-    for (ptrdiff_t j = pass.first; j < pass.keys; j += VL)
-        *(half_vs *)((int16_t *)scores + j) = __builtin_convertvector(nearest(load(scores + j) * inverse), half_vs);
 }
 
 /* Rescale the sums of earlier passes to the new row_max, and add the pass's weights to row_sum. */
@@ -285,11 +220,37 @@ INLINE void turn_keys(const cache_layout *c, const query_tile *t, key_pass pass,
                     t->turned + j * PANEL);
 }
 
-/* acc += weights . values of a pass. With 8 bits the values' scales are already in the weights. */
+/* Keys whose weights share a scale in each row. With inputs of 16 bits all of a block may. */
+INLINE ptrdiff_t weight_group(const cache_layout *c, ptrdiff_t keys) {
+    return c->bits == 8 && !BYTE_INPUTS && c->block <= K_STEP ? keys : PANEL;
+}
+
+/* add_values() with 8 or 4 bits, where a block's weights at a time are rounded. */
+INLINE void add_rounded(const cache_layout *c, const query_tile *t, key_pass pass) {
+    for (ptrdiff_t b = pass.first / c->block; b * c->block < pass.keys; b++) {
+        ptrdiff_t left = pass.keys - b * c->block, keys = left < c->block ? left : c->block, group = weight_group(c, keys);
+        quantized_rows weights = t->weights;
+        weights.ld = keys, weights.groups = keys / group;
+        pack_inputs(c, (const bf16 *)t->scores + b * c->block, 2 * t->pass_keys, t->rows, weights, group,
+                    c->bits == 8 ? CACHE8 : PLAIN);
+        for (ptrdiff_t d = 0; d < t->value_width; d += PANEL) {
+            ptrdiff_t at = bytes_of(c, d * c->block);
+            int_panel panel = {(const uint8_t *)t->values[b] + at, t->ones, 0};
+            (c->bits == 8 ? cache_tile8 : value_tile4)(t->rows, keys, group, weights, panel, (const uint8_t *)t->prefetch[b] + at,
+                                                       (output_rows){t->acc + d, t->value_width}, 1);
+        }
+    }
+}
+
+/* acc += weights . values of a pass. */
 INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass) {
     ptrdiff_t ld = t->pass_keys * (ptrdiff_t)(sizeof *t->scores / sizeof(operand));
     input_rows weights = {(const operand *)t->scores + pass.first, ld};
-    ptrdiff_t piece = c->bits == 16 ? c->block : PANEL, first = pass.first / piece;
+    ptrdiff_t first = pass.first / c->block;
+    if (c->bits < 16) {
+        add_rounded(c, t, pass);
+        return;
+    }
     for (ptrdiff_t d = 0; d < t->value_width; d += PANEL) {
         output_rows acc = {t->acc + d, t->value_width};
         if (t->turned) {
@@ -298,13 +259,9 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             tile(t->rows, pass.k - pass.first, weights, (panel_pieces){&panel, &panel, t->pass_keys}, acc, 1);
             continue;
         }
-        panel_pieces pieces = {t->values + first, t->prefetch + first, piece};
-        if (c->bits == 16) tile(t->rows, pass.k - pass.first, weights, pieces, acc, 1);
-        else cache_tile(t->rows, pass.keys - pass.first, inputs_at(t->weights, INT_BYTES, pass.first, 0), pieces, NULL, acc, 1);
-        for (ptrdiff_t i = first; i * piece < pass.keys; i++) { /* on to the next panel of values */
-            t->values[i] += c->block * PANEL * c->bits / 16;
-            t->prefetch[i] += piece * PANEL * c->bits / 16;
-        }
+        tile(t->rows, pass.k - pass.first, weights, (panel_pieces){t->values + first, t->prefetch + first, c->block}, acc, 1);
+        for (ptrdiff_t b = first; b * c->block < pass.keys; b++) /* on to the next panel of values */
+            t->values[b] += c->block * PANEL, t->prefetch[b] += c->block * PANEL;
     }
 }
 
@@ -334,6 +291,14 @@ INLINE void store_result(const query_shape *s, const token_tile *tile, int r, co
     }
     factor /= sum;
     out += (tile->first * s->heads + head_of_row(s, r)) * s->values;
+    if (s->turn) {
+        ptrdiff_t width = width_of_values(s);
+        float row[width];
+        for (ptrdiff_t d = 0; d < width; d += VL) store(row + d, load(acc + d) * factor);
+        hadamard(row, width, s->turn);
+        for (ptrdiff_t d = 0, n = s->values; d < n; d += VL) store_bf16(out + d, n - d, load(row + d));
+        return;
+    }
     for (ptrdiff_t d = 0, n = s->values; d < n; d += VL) store_bf16(out + d, n - d, load(acc + d) * factor);
 }
 
@@ -343,13 +308,13 @@ INLINE void begin_segment(const query_tile *t) {
     memset(t->acc, 0, t->rows * t->value_width * sizeof *t->acc);
 }
 
-/* Go with a tile through the passes of kv. With an 8-bit cache, queries and weights are rounded to 16 bits, like
- * the inputs of a linear. In long passes a block's values are read long after its keys. The tiles of AVX-512 prefetch them;
+/* Go with a tile through the passes of kv. In long passes a block's values are read long after its keys. The tiles of AVX-512 prefetch them;
  * without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which come next:
  * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
  * the constants of its loops in memory. */
 static __attribute__((noinline)) void attend_passes(const cache_layout *c, const query_tile *t, kv_sequence kv,
                                                     kv_sequence next_kv) {
+    if (c->bits < 16 && kv.num_keys > 0) pack_inputs(c, t->rotated, c->width, t->rows, t->queries, c->group, c->bits == 8 ? CACHE8 : MINIMUMS);
     for (key_pass pass = {kv.first, kv.num_keys, kv.own, kv.seen, t->pass_keys, t->pass_keys}; pass.left > 0;) {
         if (pass.left < t->pass_keys) {
             pass.keys = (pass.left + PANEL - 1) / PANEL * PANEL;
@@ -390,7 +355,7 @@ INLINE kv_sequence visible_keys(const cache_layout *c, kv_head head, token_tile 
 /* Return a part of a tile: `rows` rows from `first` on. */
 INLINE query_tile part_of_tile(const cache_layout *c, query_tile t, int first, int rows) {
     t.rows = rows;
-    t.query += first * c->width, t.queries = part_from(t.queries, INT_BYTES, first);
+    t.query += first * c->width, t.rotated += first * c->width;
     t.acc += first * t.value_width, t.row_max += first, t.row_sum += first;
     return t;
 }
@@ -454,9 +419,14 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
     float acc[TILE_ROWS * value_width] __attribute__((aligned(64)));
     float own_sums[several ? g->rows * row_floats(value_width) : 1] __attribute__((aligned(64)));
     bf16 turned[turns ? pass_keys * PANEL : 1] __attribute__((aligned(64)));
-    float query_scales[TILE_ROWS * 2], weight_scales[TILE_ROWS];
+    /* 8 and 4 bits; inputs have two bytes at most. */
+    ptrdiff_t ints = c.bits < 16 ? TILE_ROWS : 0, value_groups = c.block / PANEL;
+    bf16 rotated[ints * c.width + 1] __attribute__((aligned(64)));
+    char queries[ints * quantized_bytes(c.width, c.group, 2) + 64] __attribute__((aligned(64)));
+    char weights[ints * quantized_bytes(c.block, PANEL, 2) + 64] __attribute__((aligned(64)));
+    uint16_t ones[value_groups * PANEL] __attribute__((aligned(64)));
+    for (ptrdiff_t i = 0; i < value_groups * PANEL; i++) ones[i] = 0x3c00; /* 1 in float16 */
     float row_max[TILE_ROWS], row_sum[TILE_ROWS + VL] = {0}, rescale[TILE_ROWS] = {0}, pass_sum[TILE_ROWS] = {0};
-    group_sum query_sums[TILE_ROWS * 2];
     const bf16 *values[pass_keys / PANEL], *prefetch[pass_keys / PANEL];
     query_tile t = {
         .shape = shape,
@@ -472,8 +442,10 @@ static __attribute__((noinline)) void attend(cache_layout c, query_shape shape, 
         .row_sum = row_sum,
         .rescale = rescale,
         .pass_sum = pass_sum,
-        .queries = {query, query_scales, query_sums, c.width, int_groups(&c)},
-        .weights = {scores, weight_scales, NULL, pass_keys * 2, 1},
+        .rotated = rotated,
+        .queries = quantized_at(queries, TILE_ROWS, c.width, c.group, 2),
+        .weights = quantized_at(weights, TILE_ROWS, c.block, PANEL, 2),
+        .ones = ones,
         .values = values,
         .prefetch = prefetch,
     };
@@ -639,7 +611,7 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
                   ptrdiff_t values, ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows), group = heads / kv_heads / parts;
     cache_layout layout = layout_of(dim, block, bits);
-    query_shape shape = {heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, NULL};
+    query_shape shape = {heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, bits < 16 ? layout.turn : 0, NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     tiling by = {group, TILE_ROWS / group, shape.window, window >= 0};
     ptrdiff_t num_tiles = 0, n = 0, num_groups = 0, floats = row_floats(width_of_values(&shape)), num_pieces[2] = {0};

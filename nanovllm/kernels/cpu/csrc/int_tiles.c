@@ -1,17 +1,17 @@
 /* The tiles of each kind of weights with 8 or 4 bits, compiled once for linears and experts.
  */
-#define FROM_SCALES from_f16
 #include "int_tiles.h"
 
 /* Not inlined: inside a parallel region GCC 12 keeps the accumulators in memory. */
 #define DEFINE(name, bits, kind, inputs)                                                                              \
     static __attribute__((noinline)) void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                float *acc) {                                                          \
-        int_tile_of(bits, kind, inputs, rows, k, group, x, p, acc);                                                   \
+        int_tile_of(bits, kind, inputs, rows, k, group, x, p, NULL, (output_rows){acc, PANEL}, 0);                    \
     }                                                                                                                 \
     static __attribute__((noinline)) void name##_streams(ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, \
                                                          float *acc) {                                                \
-        int_row_of(bits, kind, inputs, STREAM_COLS, k, group, x, p, acc);                                             \
+        memset(acc, 0, STREAM_COLS * VL * sizeof *acc);                                                               \
+        int_row_of(bits, kind, inputs, STREAM_COLS, k, group, x, p, (prefetch_plan){NULL, 0, 1, 0}, acc);             \
     }
 DEFINE(int8, 8, PLAIN, 0)
 DEFINE(int8_zeros, 8, ZEROS, 0)
@@ -45,6 +45,15 @@ void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_p
 #define STREAM(name) name##_streams(k, group, x, panel, acc)
     CHOOSE(STREAM);
 }
+
+#define DEFINE_CACHE(name, bits, kind)                                                                                         \
+    void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, const uint8_t *ahead, output_rows acc,     \
+              int add) {                                                                                                       \
+        int_tile_of(bits, kind, INT4_INPUTS, rows, k, group, x, p, ahead, acc, add);                                           \
+    }
+DEFINE_CACHE(cache_tile8, 8, CACHE8)
+DEFINE_CACHE(key_tile4, 4, MINIMUMS)
+DEFINE_CACHE(value_tile4, 4, PLAIN)
 
 /* Packing inputs. */
 #ifdef HAVE_AMX

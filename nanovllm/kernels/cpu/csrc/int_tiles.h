@@ -1,6 +1,4 @@
-/* Tiles with weights of 8 or 4 bits: see int_weights.h. The including file says which type scales have: it defines FROM_SCALES as
- * from_f16 or from_bf16.
- */
+/* Tiles with weights of 8 or 4 bits: see int_weights.h. */
 #pragma once
 #include "int_weights.h"
 
@@ -58,7 +56,7 @@ INLINE half_vu load_row(const uint16_t *scales, ptrdiff_t groups, ptrdiff_t g, i
 }
 INLINE vf load_scales(const uint16_t *scales, ptrdiff_t groups, ptrdiff_t g, int c, int kind) {
     half_vu h = load_row(scales, groups, g, c);
-    return kind == FP4 ? from_bf16(h) : FROM_SCALES(h);
+    return kind == FP4 ? from_bf16(h) : from_f16(h);
 }
 
 /* Load the zeros in row g, each in the low half of a lane, to be multiplied as a pair with 0. */
@@ -83,13 +81,13 @@ INLINE vi add_zeros(vi a, vi zeros, int32_t x) {
 #define FORGET_MEMORY() __asm__ volatile("" ::: "memory")
 
 /* What a part of a tile prefetches into the second-level cache: of the lines of 64 bytes from `ahead` on every one whose number
- * is `first` more than a multiple of `parts`. NULL: none. */
+ * is `first` more than a multiple of `parts`. With few rows, or short vectors, only if it is `read_once`. */
 typedef struct {
     const uint8_t *ahead;
-    int first, parts;
+    int first, parts, read_once;
 } prefetch_plan;
 INLINE void prefetch_ahead(prefetch_plan *f, int rows, int bytes) {
-    if (VL < 16 || rows <= 4) return;
+    if (!f->read_once && (VL < 16 || rows <= 4)) return;
     for (int line = f->first; line < bytes / 64; line += f->parts) __builtin_prefetch(f->ahead + 64 * line, 0, 2);
     f->ahead += bytes;
 }
@@ -412,52 +410,56 @@ INLINE void w8a8_rows(int rows, int cols, ptrdiff_t k, ptrdiff_t group, quantize
         switch (n) { CASE(1, part) CASE(2, part) CASE(3, part) CASE(4, part) CASE(5, part) CASE(6, part) } \
     }
 
-/* acc[cols * VL] = x[k] . w for a single row: `cols` vectors of columns, STREAM_COLS or those of a panel; constants as above. */
+/* acc[cols * VL] += x[k] . w for a single row: `cols` vectors of columns, STREAM_COLS or those of a panel; constants as above. */
 INLINE void int_row_of(int bits, int kind, int inputs, int cols, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
-                       float *acc) {
-    const prefetch_plan none = {NULL, 0, 1};
+                       prefetch_plan ahead, float *acc) {
     output_rows out = {acc, 0};
-    memset(acc, 0, cols * VL * sizeof *acc);
-    if (bits == 4) int4_rows(kind, inputs, FROM_PANEL, 1, cols, k, group, x, panel, NULL, NULL, none, out);
+    if (bits == 4) int4_rows(kind, inputs, FROM_PANEL, 1, cols, k, group, x, panel, NULL, NULL, ahead, out);
 #ifdef HAVE_DPBUSD
-    else if (kind == W8A8) w8a8_rows(1, cols, k, group, x, panel, none, out);
+    else if (kind == W8A8) w8a8_rows(1, cols, k, group, x, panel, ahead, out);
 #endif
 #ifdef HAVE_AMX
     else int8_row(kind, cols, k, group, x, panel, acc);
 #else
-    else int8_rows(kind, FROM_PANEL, 1, cols, k, group, x, panel, NULL, none, out);
+    else int8_rows(kind, FROM_PANEL, 1, cols, k, group, x, panel, NULL, ahead, out);
 #endif
+}
+
+INLINE void clear_outputs(int rows, output_rows acc) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < PANEL; c += VL) store(acc.p + r * acc.ld + c, (vf){0});
 }
 
 #ifdef HAVE_AMX
 #include "int_tiles_amx.h"
 #else
-/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, are constants
- * where this is inlined. */
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for packed x. `bits`, `kind`, with 4 bits `inputs`, those of a group
+ * of x, and whether `ahead` is NULL are constants where this is inlined. It is what to prefetch meanwhile in place of the panel
+ * behind this one. */
 INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
-                        float *sums) {
+                        const uint8_t *ahead, output_rows acc, int add) {
     const ptrdiff_t bytes = input_bytes(bits, kind);
-    output_rows acc = {sums, PANEL};
     wide_step widened;
-    memset(sums, 0, rows * PANEL * sizeof *sums);
+    if (!add) clear_outputs(rows, acc);
     for (ptrdiff_t i = 0; i < k; i += K_STEP) {
         ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP, x_group = bits == 8 ? i / group : i / inputs;
         ptrdiff_t g = bits == 8 ? x_group : x_group >> group_shift(group, inputs);
-        const uint8_t *w = panel.w + i * PANEL * bits / 8, *next = w + k * PANEL * bits / 8;
+        const uint8_t *w = panel.w + i * PANEL * bits / 8;
+        const uint8_t *next = ahead ? ahead + i * PANEL * bits / 8 : w + k * PANEL * bits / 8;
         const uint16_t *scales = panel.scales + g * PANEL * rows_of_scales(kind);
 /* Together the parts of a tile prefetch the panel behind this one. */
 #define FROM(R) (at ? FROM_WIDE : TO_WIDE)
 #define ROWS(R) inputs_at(part_from(x, bytes, at), bytes, i *R, x_group *R)
 #define PART8(R, cols, c)                                                                                                      \
     int8_part(kind, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, widened.w + 4 * (c), \
-              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
+              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows), ahead != NULL}, outputs_from(acc, at, c))
 #define PART4(R, cols, c)                                                                                                 \
     int4_part(kind, inputs, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},         \
-              widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows)}, \
+              widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows), ahead != NULL}, \
               outputs_from(acc, at, c))
 #define PART_W8A8(R, cols, c)                                                              \
     w8a8_rows(R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind}, \
-              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows)}, outputs_from(acc, at, c))
+              (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows), ahead != NULL}, outputs_from(acc, at, c))
         if (bits == 4) FOR_FEW_ROWS(rows, PART4)
 #ifdef HAVE_DPBUSD
         else if (kind == W8A8) FOR_ROWS(rows, PART_W8A8)

@@ -81,15 +81,15 @@ INLINE void multiply_tiles(int bytes, tile_shape shape, ptrdiff_t group, const i
     }
 }
 
-/* acc[rows][32] += the products of `groups` groups, from their integer sums on, for `rows` rows (a constant) of a part of `part`
+/* acc += the products of `groups` groups, from their integer sums on, for `rows` rows (a constant) of a part of `part`
  * rows. x has the scales and sums of the first of them in the first group. */
 INLINE void add_products(int bytes, int kind, int rows, int part, ptrdiff_t groups, const int32_t (*sums)[TILE_ROWS][PANEL],
-                         const float (*scales)[2][PANEL], quantized_rows x, float *acc) {
+                         const float (*scales)[2][PANEL], quantized_rows x, output_rows acc) {
     vf a[4][PANEL_VECTORS];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int c = 0; c < PANEL_VECTORS; c++) a[r][c] = load(acc + r * PANEL + c * VL);
+        for (int c = 0; c < PANEL_VECTORS; c++) a[r][c] = load(acc.p + r * acc.ld + c * VL);
     for (ptrdiff_t g = 0; g < groups; g++, sums++, scales++, x.scales += part, x.sums += part) {
 #pragma GCC unroll 2
         for (int c = 0; c < PANEL_VECTORS; c++) {
@@ -113,13 +113,13 @@ INLINE void add_products(int bytes, int kind, int rows, int part, ptrdiff_t grou
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int c = 0; c < PANEL_VECTORS; c++) store(acc + r * PANEL + c * VL, a[r][c]);
+        for (int c = 0; c < PANEL_VECTORS; c++) store(acc.p + r * acc.ld + c * VL, a[r][c]);
 }
 
-/* acc[rows][32] += x . w for a part's rows and `groups` groups of K_STEP inputs, whose scales are in s. x and w begin at these
+/* acc += x . w for a part's rows and `groups` groups of K_STEP inputs, whose scales are in s. x and w begin at these
  * inputs, of which `group` share a scale, and are weights of a byte each. */
 INLINE void multiply_part(int bits, int kind, tile_shape shape, int rows, ptrdiff_t groups, ptrdiff_t group, quantized_rows x,
-                          const int8_t *w, amx_step *s, prefetch_plan ahead, float *acc) {
+                          const int8_t *w, amx_step *s, prefetch_plan ahead, output_rows acc) {
     const int bytes = (int)input_bytes(bits, kind);
     for (ptrdiff_t g = 0, n; g < groups; g += n) {
         n = groups - g < SUM_GROUPS ? groups - g : SUM_GROUPS;
@@ -130,26 +130,26 @@ INLINE void multiply_part(int bits, int kind, tile_shape shape, int rows, ptrdif
         }
 #define ADD_PRODUCTS(count)                                                                                                     \
     add_products(bytes, kind, count, rows, n, (const void *)s->sums[0][r], s->scales + g, inputs_at(x, bytes, 0, g * rows + r), \
-                 acc + r * PANEL)
+                 outputs_from(acc, r, 0))
         int r = 0;
         for (; rows - r >= 4; r += 4) ADD_PRODUCTS(4);
         for (; r < rows; r++) ADD_PRODUCTS(1);
     }
 }
 
-/* acc[rows][32] = x[rows][k] . w for packed x. `bits`, `kind`, and with 4 bits `inputs`, those of a group of x, are constants
- * where this is inlined. */
+/* As without AMX. */
 INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
-                        float *acc) {
+                        const uint8_t *ahead, output_rows acc, int add) {
+    if (!add) clear_outputs(rows, acc);
     if (rows == 1) {
-        int_row_of(bits, kind, inputs, PANEL_VECTORS, k, group, x, panel, acc);
+        prefetch_plan plan = {ahead, 0, 1, ahead != NULL};
+        int_row_of(bits, kind, inputs, PANEL_VECTORS, k, group, x, panel, plan, acc.p);
         return;
     }
     const int bytes = (int)input_bytes(bits, kind), most = TILE_ROWS / bytes;
     const int shift = bits == 8 ? 0 : group_shift(group, inputs), no_line = K_STEP;
     const ptrdiff_t x_group = bits == 8 ? group : inputs;
     amx_step s;
-    memset(acc, 0, rows * PANEL * sizeof *acc);
     /* First all whole parts go through the panel, then what is left: configuring tiles takes as long as a dozen products. */
     for (int at = 0, R, parts; at < rows; at += parts * R) {
         R = rows - at < most ? rows - at : most, parts = (rows - at) / R;
@@ -157,14 +157,15 @@ INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, p
         configure(shape);
         for (ptrdiff_t i = 0; i < k; i += K_STEP) {
             ptrdiff_t groups = (k - i < K_STEP ? k - i : K_STEP) / x_group, g = i / x_group;
-            const uint8_t *stored = panel.w + i * PANEL * bits / 8, *next = stored + k * PANEL * bits / 8;
+            const uint8_t *stored = panel.w + i * PANEL * bits / 8;
+            const uint8_t *next = ahead ? ahead + i * PANEL * bits / 8 : stored + k * PANEL * bits / 8;
             if (bits == 4) widen_int4(kind, stored, groups * x_group, s.w);
             widen_scales(kind, panel.scales + (g >> shift) * rows_of_scales(kind) * PANEL, groups, shift, s.scales);
             for (int part = 0; part < parts; part++) {
                 int first = at + part * R;
                 quantized_rows q = inputs_at(part_from(x, bytes, first), bytes, i * R, g * R);
                 multiply_part(bits, kind, shape, R, groups, x_group, q, bits == 4 ? s.w : (const int8_t *)stored, &s,
-                              (prefetch_plan){next, at ? no_line : part, parts}, acc + first * PANEL);
+                              (prefetch_plan){next, at ? no_line : part, parts, ahead != NULL}, outputs_from(acc, first, 0));
             }
         }
     }

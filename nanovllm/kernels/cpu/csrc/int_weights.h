@@ -119,6 +119,13 @@ typedef struct {
 __attribute__((visibility("hidden"))) void int_tile(int bits, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x,
                                                     int_panel panel, float *acc);
 
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for keys and values of 8 bits, keys of 4, and values of 4; see
+ * int_tile_of(). `ahead` is not NULL. */
+enum { CACHE8 = BYTE_INPUTS ? W8A8 : PLAIN }; /* the kind of 8 bits: inputs have 16 where that is as fast */
+typedef void cache_tile(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel, const uint8_t *ahead,
+                        output_rows acc, int add);
+__attribute__((visibility("hidden"))) cache_tile cache_tile8, key_tile4, value_tile4;
+
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory; see tile_streams(). */
 __attribute__((visibility("hidden"))) void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                                                        float *acc);

@@ -4,21 +4,76 @@
 #include "cache.h"
 #include "norm.h"
 
-/* Round x[n] to scale * ints[n], where the largest number becomes 127. Return the scale. */
-static bf16 quantize_token(const bf16 *x, int8_t *ints, ptrdiff_t n) {
-    vf top = {0};
+/* Round x to float16, at most to its largest number. NaN stays. */
+INLINE uint16_t bounded_f16(float x) {
+    return to_f16(smaller(broadcast(65504.0f), larger(broadcast(-65504.0f), broadcast(x))))[0];
+}
+INLINE float of_f16(uint16_t h) { return from_f16((half_vu){h})[0]; }
+
+/* Round x[n] to scale * (ints[n] - zero) + lowest, where ints are from 0 to `most`. */
+INLINE void round_numbers(const float *x, int32_t *ints, ptrdiff_t n, float lowest, float scale, float zero, float most) {
+    float inverse = scale != 0 ? 1 / scale : 0;
     for (ptrdiff_t i = 0; i < n; i += VL) {
-        vf v = load_bf16(x + i, n - i);
-        top = larger(top, larger(v, -v));
+        vf v = (load(x + i) - lowest) * inverse + zero;
+        *(vi *)(ints + i) = nearest(smaller(larger(v, (vf){0}), broadcast(most)));
     }
-    half_vu scale = to_bf16(broadcast(largest_of(top) / 127));
-    /* A scale below 1e-30, such as 0, has no usable inverse: the integers become 0. */
-    float inverse = from_bf16(scale)[0] > 1e-30f ? 1 / from_bf16(scale)[0] : 0;
-    for (ptrdiff_t i = 0; i < n; i += VL) {
-        quarter_vb v = __builtin_convertvector(nearest(load_bf16(x + i, n - i) * inverse), quarter_vb);
-        memcpy(ints + i, &v, n - i < VL ? n - i : VL);
+}
+
+INLINE float largest_number(const float *x, ptrdiff_t n, float sign) {
+    vf top = broadcast(-INFINITY);
+    for (ptrdiff_t i = 0; i < n; i += VL) top = larger(top, load(x + i) * sign);
+    return largest_of(top);
+}
+
+/* Write ints[width] as column `column` of a panel of keys, whose rows of inputs have 32 words. */
+INLINE void put_key(const cache_layout *c, const int32_t *ints, uint8_t *panel, ptrdiff_t column) {
+    if (c->bits == 4)
+        for (ptrdiff_t i = 0; i < c->width; i += 8, ints += 8, panel += 4 * PANEL) {
+            uint32_t word = 0;
+            for (int b = 0; b < 4; b++) word |= (uint32_t)(ints[b] | ints[b + 4] << 4) << 8 * b;
+            memcpy(panel + 4 * column, &word, 4);
+        }
+    else
+        for (ptrdiff_t i = 0; i < c->width; i++) panel[offset8(i, column, CACHE8)] = (uint8_t)(ints[i] - 128) ^ stored_flip(CACHE8);
+}
+
+/* Write ints[width] as input `token` of the panels of values. With 4 bits a byte's other half is another token's, and stays. */
+INLINE void put_value(const cache_layout *c, const int32_t *ints, uint8_t *values, ptrdiff_t token) {
+    const int shift = shift4(token);
+    for (ptrdiff_t d = 0; d < c->width; d += PANEL, values += bytes_of(c, PANEL * c->block)) {
+        uint8_t *fours = values + offset4(token, 0);
+        for (ptrdiff_t i = 0; i < PANEL; i++, ints++)
+            if (c->bits == 4) fours[4 * i] = (uint8_t)((fours[4 * i] & 0xf0 >> shift) | *ints << shift);
+            else values[offset8(token, i, CACHE8)] = (uint8_t)(*ints - 128) ^ stored_flip(CACHE8);
     }
-    return scale[0];
+}
+
+/* store_token() for a cache of 8 or 4 bits. Integers count from 0. */
+static void store_rounded(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
+    float x[c->width];
+    int32_t ints[c->width];
+    const ptrdiff_t column = token % PANEL, rows = c->width / c->group * (c->bits == 4 ? 2 : 1);
+    uint16_t *scales = (uint16_t *)(keys + c->scale_offset) + (token - column) * rows + column;
+    uint8_t *values = keys + c->half_bytes;
+    for (int half = 0; half < 2; half++) {
+        const bf16 *from = half ? value : key;
+        for (ptrdiff_t i = 0; i < c->width; i += VL) store(x + i, i < c->dim ? load_bf16(from + i, c->dim - i) : (vf){0});
+        hadamard(x, c->width, c->turn);
+        uint16_t *scale = half ? (uint16_t *)(values + c->scale_offset) + token : scales;
+        for (ptrdiff_t i = 0, n = half ? c->width : c->group; i < c->width; i += n) {
+            float top = largest_number(x + i, n, 1), low = -largest_number(x + i, n, -1), lowest = 0, zero = 0;
+            if (c->bits == 8) zero = 128, *scale = bounded_f16((top > -low ? top : -low) / 127);
+            else if (half) zero = 8, *scale = bounded_f16((top > -low ? top : low) / -8); /* as in llama.cpp's Q4_0 */
+            else {
+                scale[PANEL] = bounded_f16(low), lowest = of_f16(scale[PANEL]);
+                *scale = bounded_f16((top - lowest) / 15);
+            }
+            round_numbers(x + i, ints + i, n, lowest, of_f16(*scale), zero, c->bits == 8 ? 255 : 15);
+            scale += PANEL * (c->bits == 8 ? 1 : 2);
+        }
+        if (half) put_value(c, ints, values, token);
+        else put_key(c, ints, keys + bytes_of(c, (token - column) * c->width), column);
+    }
 }
 
 /* How heads are prepared; each step's result is rounded. Of a head's dim numbers the first `rotary` are rotated, in pairs that
@@ -57,29 +112,25 @@ INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angl
 
 /* Prefetch the cache lines of a token into the second-level cache. The first level cannot wait for so many at once. */
 INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token, ptrdiff_t halves) {
-    ptrdiff_t bytes = c->bits / 8;
-    const uint8_t *k = keys + key_offset(c, token) * bytes, *v = keys + c->half_bytes + value_offset(token) * bytes;
-    for (ptrdiff_t i = 0; i < c->width; i += 2) __builtin_prefetch(k + i * PANEL * bytes, 0, 2);
+    ptrdiff_t in_panel = token % PANEL, each = c->bits == 8 && !in_fours(CACHE8) ? 2 : 4; /* bytes of a column's row in a panel */
+    ptrdiff_t inputs = each * 8 / c->bits;                                              /* of such a row */
+    const uint8_t *k = keys + bytes_of(c, (token - in_panel) * c->width) + in_panel * each;
+    const uint8_t *v = keys + c->half_bytes + token / inputs * PANEL * each;
+    for (ptrdiff_t i = 0; i < c->width; i += inputs) __builtin_prefetch(k + i / inputs * PANEL * each, 0, 2);
     for (ptrdiff_t i = 0; halves == 2 && i < c->width; i += PANEL)
-        for (int line = 0; line < 2 * bytes; line += 2) __builtin_prefetch(v + i * c->block * bytes + line * PANEL, 0, 2);
+        for (ptrdiff_t line = 0; line < PANEL * each; line += 64) __builtin_prefetch(v + bytes_of(c, i * c->block) + line, 0, 2);
 }
 
 /* Store key[width] and, unless it is NULL, value[dim] as `token` of the block whose keys begin at `keys`. The key ends in zeros,
  * which must be in the cache, too: another owner of the page may have left NaN there. */
 INLINE void store_token(const cache_layout *c, const bf16 *key, const bf16 *value, uint8_t *keys, ptrdiff_t token) {
-    ptrdiff_t dim = c->dim, block = c->block, bytes = c->bits / 8;
-    uint8_t *values = keys + c->half_bytes;
-    uint8_t *k = keys + key_offset(c, token) * bytes, *v = values + value_offset(token) * bytes;
-    if (c->bits == 8) {
-        int8_t ints[dim];
-        ((bf16 *)(keys + c->scale_offset))[token] = quantize_token(key, ints, dim);
-        for (ptrdiff_t i = 0; i < dim; i += 2) memcpy(k + i * PANEL, ints + i, 2);
-        ((bf16 *)(values + c->scale_offset))[token] = quantize_token(value, ints, dim);
-        for (ptrdiff_t i = 0; i < dim; i++) v[i / PANEL * PANEL * block + i % PANEL * 2] = ints[i];
-    } else {
-        for (ptrdiff_t i = 0; i < c->width; i += 2) memcpy(k + i * PANEL * 2, key + i, 4);
-        for (ptrdiff_t i = 0; value && i < dim; i++) ((bf16 *)v)[i / PANEL * PANEL * block + i % PANEL * 2] = value[i];
+    bf16 *k = (bf16 *)keys + key_offset(c, token), *v = (bf16 *)(keys + c->half_bytes) + value_offset(token);
+    if (c->bits < 16) {
+        store_rounded(c, key, value, keys, token);
+        return;
     }
+    for (ptrdiff_t i = 0; i < c->width; i += 2) memcpy(k + i * PANEL, key + i, 4);
+    for (ptrdiff_t i = 0; value && i < c->dim; i++) v[i / PANEL * PANEL * c->block + i % PANEL * 2] = value[i];
 }
 
 /* Store VL tokens from `token` on, a multiple of VL, in a 16-bit cache: whole vectors instead of pairs. Rows of key[VL][width]
@@ -101,6 +152,13 @@ INLINE void store_vl_tokens(const cache_layout *c, const bf16 *key, const bf16 *
         }
 }
 
+/* Return the first token from t on whose values of 4 bits share no byte with those of the token before it: two threads may not
+ * write to one. */
+INLINE ptrdiff_t first_of_byte(const int64_t *slot_mapping, ptrdiff_t t, ptrdiff_t tokens) {
+    while (t > 0 && t < tokens && slot_mapping[t] / 8 == slot_mapping[t - 1] / 8) t++;
+    return t;
+}
+
 /* Prepare q, k and v, and store k and v. A row of qkv has the q heads, then kv_parts times kv_heads heads. 2: the k heads and the
  * v heads. 1: the k heads; as they are in qkv, they are also the v heads. 0: none, and nothing is stored. q_weight and k_weight
  * may be NULL: no norm. If the cache has 1 of two halves, of 16 bits, only keys are stored. With v_norm, values have a norm
@@ -118,13 +176,14 @@ void nv_store(team *team, const bf16 *qkv, const bf16 *q_weight, const bf16 *k_w
     ptrdiff_t chunks = (tokens + chunk - 1) / chunk;
     FOR_ITEMS(item, team, chunks * kv_heads) {
         ptrdiff_t head = item % kv_heads, t = item / kv_heads * chunk, end = t + chunk < tokens ? t + chunk : tokens, n;
+        if (bits == 4) t = first_of_byte(slot_mapping, t, tokens), end = first_of_byte(slot_mapping, end, tokens);
         uint8_t *head_cache = cache + head * head_bytes;
         bf16 key[VL * c.width], normed_values[v_norm ? VL * dim : 1];
         memset(key, 0, sizeof key);
         for (; t < end; t += n) {
             uint8_t *keys = head_cache + slot_mapping[t] / block * block_bytes;
             for (n = 1; n < VL && t + n < end && slot_mapping[t + n] == slot_mapping[t] + n; n++) {}
-            if (n < VL || slot_mapping[t] % VL || bits == 8) n = 1;
+            if (n < VL || slot_mapping[t] % VL || bits < 16) n = 1;
             if (n == 1 && t + 1 < end && kv_parts)
                 prefetch_token(&c, head_cache + slot_mapping[t + 1] / block * block_bytes, slot_mapping[t + 1] % block, halves);
             const bf16 *row = qkv + t * ld, *value = row + (heads + (kv_parts - 1) * kv_heads + head) * dim;

@@ -260,6 +260,24 @@ INLINE vi nearest(vf v) { return (vi)(v + ROUND_TO_INT) - (vi)broadcast(ROUND_TO
 /* The nearest integers of v * factor, whose sizes are below 2^22. */
 INLINE vi nearest_product(vf v, vf factor) { return (vi)fma_(v, factor, broadcast(ROUND_TO_INT)) - (vi)broadcast(ROUND_TO_INT); }
 
+/* Multiply each `size` of the n numbers of x by the orthogonal Hadamard matrix of that size, a power of two from VL on: its own
+ * inverse. No number stands out afterwards, so that rounding them with one scale loses less (QuaRot, arXiv:2404.00456). */
+INLINE void hadamard(float *x, ptrdiff_t n, ptrdiff_t size) {
+    vf factor = broadcast(1 / sqrtf((float)size));
+    for (ptrdiff_t i = 0; i < n; i += VL) {
+        vf v = load(x + i) * factor;
+#pragma GCC unroll 4
+        for (int far = 1; far < VL; far *= 2) v = shuffle_xor(v, far) + (vf)((vi)v ^ (((lanes() & far) != 0) & INT32_MIN));
+        store(x + i, v);
+    }
+    for (ptrdiff_t far = VL; far < size; far *= 2)
+        for (ptrdiff_t i = 0; i < n; i += 2 * far)
+            for (ptrdiff_t j = i; j < i + far; j += VL) {
+                vf a = load(x + j), b = load(x + j + far);
+                store(x + j, a + b), store(x + j + far, a - b);
+            }
+}
+
 /* 2^r for |r| <= 1/2, by the polynomial that fits it best by relative error. */
 INLINE vf exp2_small(vf r) {
     vf p = broadcast(1.535336182e-4f);
