@@ -191,11 +191,13 @@ INLINE void softmax_row(const cache_layout *c, const query_tile *t, key_pass pas
         sum += weight;
         store_operand((operand *)scores + j, weight);
     }
-    for (ptrdiff_t j = pass.first; j < pass.keys && c->bits != 16; j += VL) {
-        vf weight = exp2_(fma_(load(scores + j), scale, shift));
-        const uint16_t *scales = (const uint16_t *)((const uint8_t *)t->values[j / c->block] + c->scale_offset);
-        sum += weight;
-        store_bf16((bf16 *)scores + j, VL, weight * from_f16(*(const half_vu *)(scales + j % c->block)));
+    for (ptrdiff_t b = pass.first / c->block, j = pass.first; j < pass.keys && c->bits != 16; b++) {
+        const uint16_t *scales = (const uint16_t *)((const uint8_t *)t->values[b] + c->scale_offset);
+        for (ptrdiff_t end = j + c->block; j < end && j < pass.keys; j += VL, scales += VL) {
+            vf weight = exp2_(fma_(load(scores + j), scale, shift));
+            sum += weight;
+            store_bf16((bf16 *)scores + j, VL, weight * from_f16(*(const half_vu *)scales));
+        }
     }
     t->pass_sum[r] = sum_of(sum);
 }
