@@ -7,6 +7,8 @@ states, which are also written. What must be computed: the products of each toke
 of those that sample with the head, and attention. Norms, activations, sampling and what stays in
 caches count nothing. The steps are those that the engine makes.
 
+Of a case with both, prompts and the steps after the last prompt have a row each.
+
 The speeds are measured before and after each round, and the better of both counts: how fast all
 threads read memory, and multiply in registers. The peak of resident memory is that of the case,
 without the buffer that is read. Without --model: random weights in the shape of Qwen3-0.6B. Linux
@@ -29,7 +31,16 @@ from benchmarks.comparison import processor_name
 from benchmarks.harness import Table, make_parser
 from benchmarks.rates import BUFFER_BYTES, RateMeter, Rates
 from benchmarks.shapes import described
-from benchmarks.versus import CASES, GGUF_TYPES, WARM_UP, Case, prepared
+from benchmarks.versus import (
+    CASES,
+    GGUF_TYPES,
+    LONG_CASES,
+    USUAL,
+    WARM_UP,
+    Case,
+    longest,
+    prepared,
+)
 from benchmarks.work import attention_bits, attention_work, weight_bits, weight_tensors
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.messages import Row
@@ -203,57 +214,84 @@ class Round(NamedTuple):
         return self.limit / self.seconds
 
 
+class Step(NamedTuple):
+    """What was run, and when it began."""
+
+    rows: list[Row]
+    start: float
+
+
+def parts_of(name: str, steps: list[Step], end: float) -> dict[str, tuple[list[Step], float]]:
+    """Return the parts of a case that are judged apart, with their seconds: of a long one its
+    prompts, and the steps after the last prompt.
+    """
+    start = steps[0].start
+    decoding = len(steps)
+    while decoding and all(row.num_scheduled_tokens == 1 for row in steps[decoding - 1].rows):
+        decoding -= 1
+    if name not in LONG_CASES or decoding in (0, len(steps)):
+        return {name: (steps, end - start)}
+    fork = steps[decoding].start
+    prompts, rest = steps[:decoding], steps[decoding:]
+    return {f"{name}, prompts": (prompts, fork - start), f"{name}, rest": (rest, end - fork)}
+
+
 @contextmanager
-def _observed(steps: list[list[Row]]) -> Iterator[None]:
-    """Add the rows of each step inside to `steps`."""
+def _observed(steps: list[Step]) -> Iterator[None]:
+    """Add each step inside to `steps`."""
     run_rows = ModelRunner.run_rows
 
     def observed(self: ModelRunner, rows: list[Row]) -> StepOutput:
-        steps.append(rows)
+        steps.append(Step(rows, time.perf_counter()))
         return run_rows(self, rows)
 
     with mock.patch.object(ModelRunner, "run_rows", observed):
         yield
 
 
-def run_case(llm: LLM, case: Case, seed: int) -> float:
-    """Return the seconds of a case's requests."""
+def run_case(llm: LLM, case: Case, seed: int) -> None:
+    """Run a case's requests."""
     prompts, output_lens = case.requests(seed)
     params = [
         SamplingParams(max_tokens=length, ignore_eos=True, **case.sampling)  # type: ignore[arg-type]
         for length in output_lens
     ]
-    start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
 
 
-def measure(llm: LLM, name: str, meter: RateMeter, rounds: int) -> tuple[Round, Work, float]:
-    """Run a case; return the round with the median share, its work, and the peak of memory in MB.
+def measure(
+    llm: LLM, name: str, meter: RateMeter, rounds: int
+) -> tuple[dict[str, tuple[Round, Work]], float]:
+    """Run a case; return of each of its parts the round with the median share and its work, and the
+    peak of memory in MB.
 
     Rates are measured before and after each round.
     """
     work_of = Steps(network_of(llm))
-    found: list[tuple[Round, Work]] = []
+    found: dict[str, list[tuple[Round, Work]]] = {}
     reset_peak()
     before = meter.measure()
     for seed in range(rounds):
-        rows: list[list[Row]] = []
-        with _observed(rows):
-            seconds = run_case(llm, CASES[name], seed)
+        steps: list[Step] = []
+        with _observed(steps):
+            run_case(llm, CASES[name], seed)
+        end = time.perf_counter()
         after = meter.measure()
         rates, before = before.best(after), after
-        works = [work_of.work(step) for step in rows]
-        sums = (
-            sum(work.limit(rates) for work in works),
-            sum(work.reading(rates) for work in works),
-            sum(work.computing(rates) for work in works),
-        )
-        operations = sum((work.operations for work in works), Counter())
-        whole = Work(sum(work.nbytes for work in works), operations)
-        found.append((Round(seconds, *sums), whole))
-    found.sort(key=lambda each: each[0].share)
-    return *found[(rounds - 1) // 2], peak_megabytes() - BUFFER_BYTES / 1e6
+        for part, (own, seconds) in parts_of(name, steps, end).items():
+            works = [work_of.work(step.rows) for step in own]
+            sums = (
+                sum(work.limit(rates) for work in works),
+                sum(work.reading(rates) for work in works),
+                sum(work.computing(rates) for work in works),
+            )
+            operations = sum((work.operations for work in works), Counter())
+            whole = Work(sum(work.nbytes for work in works), operations)
+            found.setdefault(part, []).append((Round(seconds, *sums), whole))
+    middle = (rounds - 1) // 2
+    parts = {part: sorted(each, key=lambda one: one[0].share) for part, each in found.items()}
+    peak = peak_megabytes() - BUFFER_BYTES / 1e6
+    return {part: each[middle] for part, each in parts.items()}, peak
 
 
 def main() -> None:
@@ -262,7 +300,7 @@ def main() -> None:
     parser.add_argument("--gguf", choices=GGUF_TYPES, help="a random GGUF file of --model's shape")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model, load_format = prepared(args.model, args.gguf, directory)
@@ -273,7 +311,7 @@ def main() -> None:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             enable_prefix_caching=False,
-            max_model_len=4096,
+            max_model_len=longest(args.cases),
         )
     form = args.gguf or args.quantization or "as stored"
     loading = peak_megabytes()
@@ -284,12 +322,13 @@ def main() -> None:
     table = Table(*headings, "peak, MB")
     run_case(llm, WARM_UP, 0)
     for name in args.cases:
-        one, work, peak = measure(llm, name, meter, args.rounds)
-        gigaoperations = sum(work.operations.values()) / 1e9
-        reading = f"{work.nbytes / 1e9:.1f}", one.reading
-        computing = f"{gigaoperations:.0f}", one.computing
-        share = f"{one.share:.0%}"
-        table.row(name, one.seconds, one.limit, share, *reading, *computing, f"{peak:.0f}")
+        parts, peak = measure(llm, name, meter, args.rounds)
+        for part, (one, work) in parts.items():
+            gigaoperations = sum(work.operations.values()) / 1e9
+            reading = f"{work.nbytes / 1e9:.1f}", one.reading
+            computing = f"{gigaoperations:.0f}", one.computing
+            share = f"{one.share:.0%}"
+            table.row(part, one.seconds, one.limit, share, *reading, *computing, f"{peak:.0f}")
     llm.shutdown()
 
 

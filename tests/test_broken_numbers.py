@@ -31,6 +31,7 @@ CPU_KINDS = [
     pytest.param({"dtype": "float32", "kvcache_block_size": 16}, id="torch"),
     pytest.param({"dtype": "bfloat16"}, id="cpu", marks=NATIVE),
     pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, id="cpu-int8", marks=NATIVE),
+    pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "int4"}, id="cpu-int4", marks=NATIVE),
 ]
 
 
@@ -250,11 +251,13 @@ def test_a_block_carries_nothing_over_to_its_next_owner(
 
 @torch.inference_mode()
 def fill(kv_cache: torch.Tensor, value: float) -> None:
-    """Fill a layer's cache with `value`; in 8 bits, with the largest numbers and such scales."""
-    if kv_cache.dtype != torch.int8:
+    """Fill a layer's cache with `value`; in 8 and 4 bits with the largest numbers, so scaled."""
+    if kv_cache.dtype not in (torch.int8, torch.uint8):
         kv_cache.fill_(value)
         return
-    num_scales = kv_cache.shape[-2]  # of keys, and of values: at the end of each half of a block
+    *_, block_size, row = kv_cache.shape
+    # Scales are at the end of each half of a block: 2 bytes of a row in 8 bits, a fifth in 4.
+    size = 2 if kv_cache.dtype == torch.int8 else row // 5
     halves = kv_cache.view(*kv_cache.shape[:3], -1)
-    halves.fill_(127)
-    halves[..., -2 * num_scales :].view(torch.bfloat16).fill_(value)
+    halves.fill_(torch.iinfo(kv_cache.dtype).max)
+    halves[..., -size * block_size :].view(torch.float16).fill_(value)

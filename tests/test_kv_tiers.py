@@ -103,7 +103,7 @@ def written(directory: Path) -> list[Path]:
     ("model", "name", "options"),
     [
         *((name, name, {}) for name in MODELS),
-        *([("shipped", "shipped", {"kv_cache_dtype": "int8"})] if NATIVE else []),
+        *([("shipped", "shipped", {"kv_cache_dtype": "int4"})] if NATIVE else []),
         ("shipped", "shipped", {"max_num_batched_tokens": 50}),
     ],
     indirect=["model"],

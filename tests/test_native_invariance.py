@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 256
 NUM_REQUESTS = 32
 NUM_PROVED = 5
 ONE_KV = {"kv_cache_dtype": "auto"}
-"""Otherwise `nanovllm prove` has an int8 KV cache, too."""
+"""Otherwise `nanovllm prove` has KV caches of 8 and 4 bits, too."""
 
 
 MODEL: dict[str, Any] = {
@@ -99,7 +99,7 @@ def assert_same_bits(
 
 FEW = ("chunks of 17",)
 CASES: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-    # Also with an int8 KV cache.
+    # Also with KV caches of 8 and 4 bits.
     *((family, ("batches of 64", *FEW, "call by call", "preempted"), {}) for family in FAMILIES),
     # Weights of 8 and 4 bits beside biases: llama has all, qwen2 those of q, k and v.
     ("llama", FEW, {"quantization": "int8", **ONE_KV}),
@@ -386,9 +386,9 @@ def test_steps_with_torch_operations_run_call_by_call(
     assert "steps run call by call: torch computes aten." in caplog.text
 
 
-def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
+def test_bytes_of_a_block_in_a_quantised_kv_cache(model: str) -> None:
     blocks = []
-    for kv_cache_dtype in ("auto", "int8"):
+    for kv_cache_dtype in ("auto", "int8", "int4"):
         llm = LLM(
             model,
             max_model_len=MAX_MODEL_LEN,
@@ -398,12 +398,15 @@ def test_int8_kv_cache_halves_the_bytes_of_a_block(model: str) -> None:
         )
         blocks.append(llm.engine.worker_info.num_blocks)
         llm.shutdown()
-    # A head has 32 numbers: 64 bytes in bfloat16; in int8, 32 bytes and 2 for the scale.
-    assert blocks == [10**6 // (64 * 64 * 12), 10**6 // (64 * 34 * 12)]
+    # A head has 32 numbers: 64 bytes in bfloat16; in int8 32 and a scale's 2; in int4 16, and
+    # 4 for a scale and a minimum.
+    assert blocks == [10**6 // (64 * size * 12) for size in (64, 34, 20)]
 
 
-def test_int8_kv_cache_needs_the_kernels(model: str) -> None:
-    with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" needs .* C kernels; use "auto"'):
-        LLM(model, kv_cache_dtype="int8", native_kernels=False, device="cpu")
-    with pytest.raises(ConfigError, match=r'kv_cache_dtype "int8" .*cpu: needs bfloat16'):
-        LLM(model, kv_cache_dtype="int8", dtype="float32", device="cpu")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_kv_cache_needs_the_kernels(model: str, kind: str) -> None:
+    needed = f'kv_cache_dtype "{kind}"'
+    with pytest.raises(ConfigError, match=rf'{needed} needs .* C kernels; use "auto"'):
+        LLM(model, kv_cache_dtype=kind, native_kernels=False, device="cpu")
+    with pytest.raises(ConfigError, match=rf"{needed} .*cpu: needs bfloat16"):
+        LLM(model, kv_cache_dtype=kind, dtype="float32", device="cpu")

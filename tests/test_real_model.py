@@ -138,10 +138,13 @@ def expected(exact: LLM) -> torch.Tensor:
         (None, 0.01, 0.94),
         pytest.param({"quantization": "none"}, 0.005, 0.96, marks=pytest.mark.long),
         pytest.param(
-            {"quantization": "none", "kv_cache_dtype": "int8"}, 0.008, 0.95, marks=pytest.mark.long
+            {"quantization": "none", "kv_cache_dtype": "int8"}, 0.006, 0.95, marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"quantization": "none", "kv_cache_dtype": "int4"}, 0.08, 0.85, marks=pytest.mark.long
         ),
     ],
-    ids=["small", "bfloat16", "int8 KV"],
+    ids=["small", "bfloat16", "int8 KV", "int4 KV"],
 )
 def test_fewer_bits_cost_little(
     expected: torch.Tensor,

@@ -116,7 +116,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("bfloat16 convolution", "another", "preemption", {"quantization": "int4"}),
     ("demo", "right", "one batch", {}),
     ("demo", "wrong at random", "preemption", {}),
-    ("demo", "wrong at random", "call by call", {"kv_cache_dtype": "int8"}),
+    ("demo", "wrong at random", "call by call", {"kv_cache_dtype": "int4"}),
     ("demo", "ngram", "arrivals", {}),
     ("demo", "another", "arrivals", {}),
     ("demo", "eagle3", "arrivals", {}),

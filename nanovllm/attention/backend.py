@@ -13,7 +13,7 @@ import torch
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import AttentionSpec, QKNormRope
 
-NO_QUANTIZED_KV = "does not support an 8-bit KV cache"
+NO_QUANTIZED_KV = "keeps keys and values in the model's dtype"
 """The reason of the backends that refuse every spec with `quantized_kv`."""
 NO_VALUES_IN_KEYS = "does not take values that are a part of the keys"
 """The reason of the backends that refuse every spec with a `value_dim`."""

@@ -259,7 +259,7 @@ def a_gpu(monkeypatch):
                 ({"sinks": True}, "has no attention sinks"),
                 ({"sees_pictures": True}, 'for text alone, set limit_mm_per_prompt={"image": 0}'),
                 ({"block_size": 64}, "kvcache_block_size 64 is no multiple of 256"),
-                ({"kv_dtype": FP8}, "does not support an 8-bit KV cache"),
+                ({"kv_dtype": FP8}, "keeps keys and values in the model's dtype"),
             )
         ),
     ],

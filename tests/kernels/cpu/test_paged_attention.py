@@ -186,7 +186,7 @@ def hadamard(size):
 
 
 def rounded(x, dtype, *, values):
-    """Return heads as a cache of int8, or of 4 bits in uint8, keeps them, in float64: see cache.h."""
+    """Return heads as a cache of int8, or of 4 bits in uint8, keeps them: see cache.h."""
     head_dim = x.shape[-1]
     width = -(-head_dim // 32) * 32
     turn = math.gcd(width, 256)
@@ -510,6 +510,23 @@ def test_threads_share_a_long_sequence_and_change_no_bit(heads, kv_heads, option
             assert torch.equal(torch.cat([found for _, found in parts]), expected)
     if spec.window is None:
         check_long_rows_that_share_blocks(stored, threads)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_threads_do_not_write_to_one_byte(threads):
+    """Two tokens' values of 4 bits share a byte; parts of a batch end anywhere."""
+    norm, _ = make_qk_norm(64)
+    cpu = torch.device("cpu")
+    backend = CPUBackend(AttentionSpec(3, 1, 64, torch.bfloat16, cpu, 64, kv_dtype=torch.uint8))
+    slots = torch.cat([torch.arange(3, 130), torch.arange(193, 197), torch.arange(261, 300)])
+    qkv, positions = randn(len(slots), 5 * 64, seed=3), torch.arange(len(slots))
+    found = []
+    for count in (1, 7, 7, 7, 7):
+        threads(count)
+        cache = torch.zeros(backend.kv_cache_shape(5), dtype=torch.uint8)
+        ops.store(qkv, positions, slots, cache, 3, 64, **norm._asdict())
+        found.append(cache)
+    assert all(torch.equal(cache, found[0]) for cache in found)
 
 
 def check_long_rows_that_share_blocks(stored, threads):

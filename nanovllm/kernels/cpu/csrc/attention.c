@@ -67,15 +67,15 @@ typedef struct {
     query_shape shape;
     int rows;
     ptrdiff_t pass_keys, pass_blocks;
-    operand *query;                  /* 16 bits: [rows][width] */
-    float *scores;                   /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on: operands,
-                                      * or with 8 and 4 bits bfloat16 */
-    float *acc;                      /* [rows][value_width]: the sum of weighted values */
-    ptrdiff_t value_width;           /* of the values, rounded up to whole panels */
-    bf16 *turned;                    /* [pass_keys/2][32][2]: a panel of values, made of keys; NULL: the cache has values */
-    float *row_max, *row_sum;        /* [rows]: the largest score, and the sum of weights */
-    float *rescale, *pass_sum;       /* [rows]: the factor for earlier sums, and the pass's sum of weights */
-    bf16 *rotated;                   /* 8 and 4 bits: queries, [rows][width] */
+    operand *query;            /* 16 bits: [rows][width] */
+    float *scores;             /* [rows][pass_keys]; a row's weights overwrite its scores, from the row's start on: operands,
+                                * or with 8 and 4 bits bfloat16 */
+    float *acc;                /* [rows][value_width]: the sum of weighted values */
+    ptrdiff_t value_width;     /* of the values, rounded up to whole panels */
+    bf16 *turned;              /* [pass_keys/2][32][2]: a panel of values, made of keys; NULL: the cache has values */
+    float *row_max, *row_sum;  /* [rows]: the largest score, and the sum of weights */
+    float *rescale, *pass_sum; /* [rows]: the factor for earlier sums, and the pass's sum of weights */
+    bf16 *rotated;             /* 8 and 4 bits: queries, [rows][width] */
     quantized_rows queries, weights; /* 8 and 4 bits: the packed inputs of all keys' products, and of a block's values */
     const uint16_t *ones;            /* 8 and 4 bits: scales of values, which the weights have been multiplied by */
     const bf16 **values, **prefetch; /* by block: the values, and what to prefetch while they are read. Of keys that are also
@@ -152,8 +152,8 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
         } else {
             const uint16_t *scales = (const uint16_t *)(keys + c->scale_offset) + in_block * groups;
             ptrdiff_t at = bytes_of(c, in_block * c->width);
-            (c->bits == 8 ? cache_tile8 : key_tile4)(t->rows, c->width, c->group, t->queries,
-                                                     (int_panel){keys + at, scales, 0}, values + at, found, 0);
+            (c->bits == 8 ? cache_tile8 : key_tile4)(t->rows, c->width, c->group, t->queries, (int_panel){keys + at, scales, 0},
+                                                     values + at, found, 0);
         }
     }
 }
@@ -310,13 +310,14 @@ INLINE void begin_segment(const query_tile *t) {
     memset(t->acc, 0, t->rows * t->value_width * sizeof *t->acc);
 }
 
-/* Go with a tile through the passes of kv. In long passes a block's values are read long after its keys. The tiles of AVX-512 prefetch them;
- * without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which come next:
- * decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC 12 keeps
- * the constants of its loops in memory. */
+/* Go with a tile through the passes of kv. In long passes a block's values are read long after its keys. The tiles of AVX-512
+ * prefetch them; without this, a single token takes 1.2 to 1.5 times as long. They also prefetch the first keys of next_kv, which
+ * come next: decoding is 1.1 to 1.2 times as fast. With AMX neither makes a difference. Not inlined: inside a parallel region GCC
+ * 12 keeps the constants of its loops in memory. */
 static __attribute__((noinline)) void attend_passes(const cache_layout *c, const query_tile *t, kv_sequence kv,
                                                     kv_sequence next_kv) {
-    if (c->bits < 16 && kv.num_keys > 0) pack_inputs(c, t->rotated, c->width, t->rows, t->queries, c->group, c->bits == 8 ? CACHE8 : MINIMUMS);
+    if (c->bits < 16 && kv.num_keys > 0)
+        pack_inputs(c, t->rotated, c->width, t->rows, t->queries, c->group, c->bits == 8 ? CACHE8 : MINIMUMS);
     for (key_pass pass = {kv.first, kv.num_keys, kv.own, kv.seen, t->pass_keys, t->pass_keys}; pass.left > 0;) {
         if (pass.left < t->pass_keys) {
             pass.keys = (pass.left + PANEL - 1) / PANEL * PANEL;
@@ -613,7 +614,9 @@ void nv_attention(team *team, const bf16 *q, bf16 *out, const uint8_t *cache, pt
                   ptrdiff_t values, ptrdiff_t block, ptrdiff_t bits, ptrdiff_t window, float scale, float softcap) {
     int parts = parts_of_group(heads / kv_heads, cu_seqlens[num_rows], num_rows), group = heads / kv_heads / parts;
     cache_layout layout = layout_of(dim, block, bits);
-    query_shape shape = {heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, bits < 16 ? layout.turn : 0, NULL};
+    query_shape shape = {
+        heads, group, values, dim - values, window > 0 ? window : INT32_MAX, scale * 1.44269504f, 0, bits < 16 ? layout.turn : 0,
+        NULL};
     if (softcap != 0.0f) shape.squash = scale / softcap, shape.scale = softcap * 1.44269504f;
     tiling by = {group, TILE_ROWS / group, shape.window, window >= 0};
     ptrdiff_t num_tiles = 0, n = 0, num_groups = 0, floats = row_floats(width_of_values(&shape)), num_pieces[2] = {0};

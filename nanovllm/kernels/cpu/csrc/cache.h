@@ -5,8 +5,8 @@
  * up to a multiple of 32; the padding of keys is zero. block is a multiple of 32. Where the last numbers of keys are the values,
  * there are keys alone.
  * With 16 bits numbers are bfloat16. With 8 and 4 bits a row of width numbers is rotated by hadamard(), and then rounded. Panels
- * are those of int_weights.h. Scales, in float16, follow: of keys [block/32][groups][32], with 4 bits [block/32][groups][2][32] with
- * minimums, and of values [block]. That keys have finer ones with 4 bits decides: their error moves what a query attends to.
+ * are those of int_weights.h. Scales, in float16, follow: of keys [block/32][groups][32], with 4 bits [block/32][groups][2][32]
+ * with minimums, and of values [block]. That keys have finer ones with 4 bits decides: their error moves what a query attends to.
  */
 #pragma once
 #include "int_weights.h"
@@ -26,8 +26,8 @@ INLINE cache_layout layout_of(ptrdiff_t dim, ptrdiff_t block, ptrdiff_t bits) {
     ptrdiff_t width = (dim + PANEL - 1) / PANEL * PANEL, turn = power_in(width);
     ptrdiff_t group = bits == 4 ? PANEL : width <= K_STEP ? width : turn;
     ptrdiff_t scales = bits == 16 ? 0 : width / group * (bits == 4 ? 2 : 1); /* of a key */
-    return (cache_layout){
-        dim, width, block, bits, block * (width * bits / 8 + 2 * scales), block * width * bits / 8, turn, group};
+    return (cache_layout){dim,  width, block, bits, block * (width * bits / 8 + 2 * scales), block * width * bits / 8,
+                          turn, group};
 }
 
 /* Bytes of n numbers. */

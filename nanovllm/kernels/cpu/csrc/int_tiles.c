@@ -46,10 +46,10 @@ void int_streams(int bits, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_p
     CHOOSE(STREAM);
 }
 
-#define DEFINE_CACHE(name, bits, kind)                                                                                         \
-    void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, const uint8_t *ahead, output_rows acc,     \
-              int add) {                                                                                                       \
-        int_tile_of(bits, kind, INT4_INPUTS, rows, k, group, x, p, ahead, acc, add);                                           \
+#define DEFINE_CACHE(name, bits, kind)                                                                                      \
+    void name(int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel p, const uint8_t *ahead, output_rows acc, \
+              int add) {                                                                                                    \
+        int_tile_of(bits, kind, INT4_INPUTS, rows, k, group, x, p, ahead, acc, add);                                        \
     }
 DEFINE_CACHE(cache_tile8, 8, CACHE8)
 DEFINE_CACHE(key_tile4, 4, MINIMUMS)

@@ -433,9 +433,9 @@ INLINE void clear_outputs(int rows, output_rows acc) {
 #ifdef HAVE_AMX
 #include "int_tiles_amx.h"
 #else
-/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for packed x. `bits`, `kind`, with 4 bits `inputs`, those of a group
- * of x, and whether `ahead` is NULL are constants where this is inlined. It is what to prefetch meanwhile in place of the panel
- * behind this one. */
+/* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w, for packed x. `bits`, `kind`, with 4 bits `inputs`, those of a
+ * group of x, and whether `ahead` is NULL are constants where this is inlined. It is what to prefetch meanwhile in place of the
+ * panel behind this one. */
 INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, ptrdiff_t group, quantized_rows x, int_panel panel,
                         const uint8_t *ahead, output_rows acc, int add) {
     const ptrdiff_t bytes = input_bytes(bits, kind);
@@ -453,10 +453,10 @@ INLINE void int_tile_of(int bits, int kind, int inputs, int rows, ptrdiff_t k, p
 #define PART8(R, cols, c)                                                                                                      \
     int8_part(kind, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 2 * (c), scales + (c), kind}, widened.w + 4 * (c), \
               (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows), ahead != NULL}, outputs_from(acc, at, c))
-#define PART4(R, cols, c)                                                                                                 \
-    int4_part(kind, inputs, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind},         \
-              widened.w + 4 * (c), widened.scales + (c), (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows), ahead != NULL}, \
-              outputs_from(acc, at, c))
+#define PART4(R, cols, c)                                                                                         \
+    int4_part(kind, inputs, FROM(R), R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind}, \
+              widened.w + 4 * (c), widened.scales + (c),                                                          \
+              (prefetch_plan){next, FEW_PARTS(rows) - parts, FEW_PARTS(rows), ahead != NULL}, outputs_from(acc, at, c))
 #define PART_W8A8(R, cols, c)                                                              \
     w8a8_rows(R, cols, step, group, ROWS(R), (int_panel){w + 4 * (c), scales + (c), kind}, \
               (prefetch_plan){next, PARTS(rows) - parts, PARTS(rows), ahead != NULL}, outputs_from(acc, at, c))

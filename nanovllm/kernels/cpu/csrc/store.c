@@ -34,7 +34,8 @@ INLINE void put_key(const cache_layout *c, const int32_t *ints, uint8_t *panel, 
             memcpy(panel + 4 * column, &word, 4);
         }
     else
-        for (ptrdiff_t i = 0; i < c->width; i++) panel[offset8(i, column, CACHE8)] = (uint8_t)(ints[i] - 128) ^ stored_flip(CACHE8);
+        for (ptrdiff_t i = 0; i < c->width; i++)
+            panel[offset8(i, column, CACHE8)] = (uint8_t)(ints[i] - 128) ^ stored_flip(CACHE8);
 }
 
 /* Write ints[width] as input `token` of the panels of values. With 4 bits a byte's other half is another token's, and stays. */
@@ -113,7 +114,7 @@ INLINE void norm_and_rotate(const bf16 *x, const bf16 *weight, const float *angl
 /* Prefetch the cache lines of a token into the second-level cache. The first level cannot wait for so many at once. */
 INLINE void prefetch_token(const cache_layout *c, const uint8_t *keys, ptrdiff_t token, ptrdiff_t halves) {
     ptrdiff_t in_panel = token % PANEL, each = c->bits == 8 && !in_fours(CACHE8) ? 2 : 4; /* bytes of a column's row in a panel */
-    ptrdiff_t inputs = each * 8 / c->bits;                                              /* of such a row */
+    ptrdiff_t inputs = each * 8 / c->bits;                                                /* of such a row */
     const uint8_t *k = keys + bytes_of(c, (token - in_panel) * c->width) + in_panel * each;
     const uint8_t *v = keys + c->half_bytes + token / inputs * PANEL * each;
     for (ptrdiff_t i = 0; i < c->width; i += inputs) __builtin_prefetch(k + i / inputs * PANEL * each, 0, 2);
