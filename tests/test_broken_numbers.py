@@ -256,8 +256,12 @@ def fill(kv_cache: torch.Tensor, value: float) -> None:
         kv_cache.fill_(value)
         return
     *_, block_size, row = kv_cache.shape
-    # Scales are at the end of each half of a block: 2 bytes of a row in 8 bits, a fifth in 4.
-    size = 2 if kv_cache.dtype == torch.int8 else row // 5
-    halves = kv_cache.view(*kv_cache.shape[:3], -1)
-    halves.fill_(torch.iinfo(kv_cache.dtype).max)
-    halves[..., -size * block_size :].view(torch.float16).fill_(value)
+    # Scales follow the keys, and the values: see `ops.cache_row`.
+    numbers, scales = row - 2, 2
+    if kv_cache.dtype == torch.uint8:
+        numbers, scales = (row - 1) * 8 // 9, (row - 1) * 2 // 9
+    block = kv_cache.view(*kv_cache.shape[:2], -1)
+    block.fill_(torch.iinfo(kv_cache.dtype).max)
+    values = (numbers + scales) * block_size
+    block[..., numbers * block_size : values].view(torch.float16).fill_(value)
+    block[..., values + numbers * block_size :].view(torch.float16).fill_(value)

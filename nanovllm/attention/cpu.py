@@ -16,8 +16,8 @@ class CPUBackend(Backend):
     """Backend for CPUs. KV cache of a layer: [num_kv_heads, num_blocks, 2, block_size, width], or 1
     in place of 2 where the values are a part of the keys.
 
-    width is head_dim, padded to a multiple of 32; of int8, and of 4 bits in uint8, it is the bytes
-    of so many numbers and of their scales. cache.h defines the layout inside a block.
+    width is head_dim, padded to a multiple of 32; of int8, and of 4 bits in uint8, it counts
+    bytes, those of scales too. cache.h defines the layout inside a block.
     """
 
     name: ClassVar[str] = "cpu"

@@ -146,16 +146,17 @@ def copy_pages(
 
 
 def cache_row(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of a KV cache that a token's key takes, and as many its value: see
-    cache.h.
+    """Return the elements of a KV cache that a head's key takes, or its value: with 8 and 4 bits
+    half of what both take. See cache.h.
     """
     width = -(-head_dim // PANEL) * PANEL
     if dtype == torch.bfloat16:
         return width
     bits = _KV_BITS[dtype]
+    scales = 1 if width <= 256 else width // math.gcd(width, 256)  # of a key; a value has one
     if bits == 4:
-        return width // 2 + 2 * (width // PANEL) * 2  # a scale and a minimum for 32 numbers
-    return width + 2 * (1 if width <= 256 else width // math.gcd(width, 256))
+        scales = 2 * width // PANEL  # with minimums
+    return width * bits // 8 + scales + 1
 
 
 def store(

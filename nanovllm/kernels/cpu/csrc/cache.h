@@ -13,7 +13,7 @@
 
 typedef struct {
     ptrdiff_t dim, width, block, bits;
-    ptrdiff_t half_bytes;   /* of a block's keys, or of its values */
+    ptrdiff_t half_bytes;   /* of a block's keys */
     ptrdiff_t scale_offset; /* 8 and 4 bits: bytes from the first key, or value, to the scales */
     ptrdiff_t turn;         /* 8 and 4 bits: so many numbers are rotated together */
     ptrdiff_t group;        /* 8 and 4 bits: so many numbers of a key share a scale, as those of a value all do */
