@@ -7,7 +7,7 @@ states, which are also written. What must be computed: the products of each toke
 of those that sample with the head, and attention. Norms, activations, sampling and what stays in
 caches count nothing. The steps are those that the engine makes.
 
-Of a case with both, prompts and the steps after the last prompt have a row each.
+Of a long case with both, the prompts and the steps after the last one have a row each.
 
 The speeds are measured before and after each round, and the better of both counts: how fast all
 threads read memory, and multiply in registers. The peak of resident memory is that of the case,
@@ -221,11 +221,15 @@ class Step(NamedTuple):
     start: float
 
 
-def parts_of(name: str, steps: list[Step], end: float) -> dict[str, tuple[list[Step], float]]:
+def parts_of(
+    name: str, steps: list[Step], start: float, end: float
+) -> dict[str, tuple[list[Step], float]]:
     """Return the parts of a case that are judged apart, with their seconds: of a long one its
     prompts, and the steps after the last prompt.
+
+    Args:
+        start, end: of the whole case, in seconds; its first step begins later.
     """
-    start = steps[0].start
     decoding = len(steps)
     while decoding and all(row.num_scheduled_tokens == 1 for row in steps[decoding - 1].rows):
         decoding -= 1
@@ -273,12 +277,13 @@ def measure(
     before = meter.measure()
     for seed in range(rounds):
         steps: list[Step] = []
+        start = time.perf_counter()
         with _observed(steps):
             run_case(llm, CASES[name], seed)
         end = time.perf_counter()
         after = meter.measure()
         rates, before = before.best(after), after
-        for part, (own, seconds) in parts_of(name, steps, end).items():
+        for part, (own, seconds) in parts_of(name, steps, start, end).items():
             works = [work_of.work(step.rows) for step in own]
             sums = (
                 sum(work.limit(rates) for work in works),

@@ -50,10 +50,12 @@ def test_experts_and_windows() -> None:
 def test_parts_of_a_case() -> None:
     prompts = [limit.Step([row(0, 9, False)], 1.0), limit.Step([row(9, 3, True)], 4.0)]
     rest = [limit.Step([row(place, 1, True)], 6.0 + place) for place in (12, 13)]
-    assert limit.parts_of("decode1", prompts + rest, 22.0) == {"decode1": (prompts + rest, 21.0)}
-    assert limit.parts_of("prefill4k", prompts, 7.0) == {"prefill4k": (prompts, 6.0)}
-    assert limit.parts_of("decode16k", prompts + rest, 22.0) == {
-        "decode16k, prompts": (prompts, 17.0),
+    assert limit.parts_of("decode1", prompts + rest, 0.5, 22.0) == {
+        "decode1": (prompts + rest, 21.5)
+    }
+    assert limit.parts_of("prefill4k", prompts, 0.5, 7.0) == {"prefill4k": (prompts, 6.5)}
+    assert limit.parts_of("decode16k", prompts + rest, 0.5, 22.0) == {
+        "decode16k, prompts": (prompts, 17.5),
         "decode16k, rest": (rest, 4.0),
     }
 
