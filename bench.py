@@ -61,7 +61,6 @@ def vllm(model: str, args: argparse.Namespace) -> Run:
         load_format=args.load_format,
         max_model_len=args.max_model_len,
         skip_tokenizer_init=True,
-        enable_prefix_caching=False,
         **args.option,
     )
 
@@ -120,7 +119,7 @@ def llamacpp(model: str, args: argparse.Namespace) -> Run:
 
 
 def workload(
-    num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int
+    num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], seed: int | str
 ) -> tuple[Prompts, list[int]]:
     """Return prompts of random tokens, and output lengths; both lengths are (minimum, maximum)."""
     rng = random.Random(seed)

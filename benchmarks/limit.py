@@ -7,7 +7,7 @@ states, which are also written. What must be computed: the products of each toke
 of those that sample with the head, and attention. Norms, activations, sampling and what stays in
 caches count nothing. The steps are those that the engine makes.
 
-Of a long case with both, the prompts and the steps after the last one have a row each.
+Of a long case of one turn with both, the prompts and the steps after the last one have a row each.
 
 The speeds are measured before and after each round, and the better of both counts: how fast all
 threads read memory, and multiply in registers. The peak of resident memory is that of the case,
@@ -224,8 +224,8 @@ class Step(NamedTuple):
 def parts_of(
     name: str, steps: list[Step], start: float, end: float
 ) -> dict[str, tuple[list[Step], float]]:
-    """Return the parts of a case that are judged apart, with their seconds: of a long one its
-    prompts, and the steps after the last prompt.
+    """Return the parts of a case that are judged apart, with their seconds: of a long one of
+    one turn its prompts, and the steps after the last prompt.
 
     Args:
         start, end: of the whole case, in seconds; its first step begins later.
@@ -233,7 +233,7 @@ def parts_of(
     decoding = len(steps)
     while decoding and all(row.num_scheduled_tokens == 1 for row in steps[decoding - 1].rows):
         decoding -= 1
-    if name not in LONG_CASES or decoding in (0, len(steps)):
+    if name not in LONG_CASES or CASES[name].num_turns > 1 or decoding in (0, len(steps)):
         return {name: (steps, end - start)}
     fork = steps[decoding].start
     prompts, rest = steps[:decoding], steps[decoding:]
@@ -253,14 +253,14 @@ def _observed(steps: list[Step]) -> Iterator[None]:
         yield
 
 
-def run_case(llm: LLM, case: Case, seed: int) -> None:
+def run_case(llm: LLM, case: Case, seed: str) -> None:
     """Run a case's requests."""
-    prompts, output_lens = case.requests(seed)
-    params = [
-        SamplingParams(max_tokens=length, ignore_eos=True, **case.sampling)  # type: ignore[arg-type]
-        for length in output_lens
-    ]
-    llm.generate(prompts, params, use_tqdm=False)
+    for prompts, output_lens in case.requests(seed):
+        params = [
+            SamplingParams(max_tokens=length, ignore_eos=True, **case.sampling)  # type: ignore[arg-type]
+            for length in output_lens
+        ]
+        llm.generate(prompts, params, use_tqdm=False)
 
 
 def measure(
@@ -279,7 +279,7 @@ def measure(
         steps: list[Step] = []
         start = time.perf_counter()
         with _observed(steps):
-            run_case(llm, CASES[name], seed)
+            run_case(llm, CASES[name], f"{name} {seed}")
         end = time.perf_counter()
         after = meter.measure()
         rates, before = before.best(after), after
@@ -315,7 +315,6 @@ def main() -> None:
             load_format=load_format,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            enable_prefix_caching=False,
             max_model_len=longest(args.cases),
         )
     form = args.gguf or args.quantization or "as stored"
@@ -325,7 +324,7 @@ def main() -> None:
     print(f"{meter.measure().summary()}; peak while loading {loading:.0f} MB\n")
     headings = "case", "seconds", "limit, s", "share", "GB", "to read, s", "Gop", "to compute, s"
     table = Table(*headings, "peak, MB")
-    run_case(llm, WARM_UP, 0)
+    run_case(llm, WARM_UP, "warm-up")
     for name in args.cases:
         parts, peak = measure(llm, name, meter, args.rounds)
         for part, (one, work) in parts.items():

@@ -4,6 +4,7 @@ All prompts are computed first, in batches of 2048 tokens, then one token of eac
 Runs in an environment that has llama-cpp-python; nanovllm is not needed there.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,8 @@ class Token(NamedTuple):
 
 
 class LlamaCpp:
-    """A model, and the context of the last requests.
+    """A model, and the context of the last requests, whose prompts it keeps: as llama.cpp's server
+    does, it computes of a prompt what does not begin the last one of the same sequence.
 
     Args:
         model: a GGUF file.
@@ -46,17 +48,19 @@ class LlamaCpp:
         self._batch = lib.llama_batch_init(BATCH_SIZE, 0, 1)
         self._context: Any = None
         self._sizes = (0, 0)  # sequences and tokens of the context
+        self._computed: list[list[int]] = []  # prompts whose keys and values the context has
 
     def run(
         self, prompts: list[list[int]], output_lens: list[int], sampling: Mapping[str, Any]
     ) -> None:
         """Compute `output_lens[i]` tokens after `prompts[i]`; they are discarded."""
-        self._prepare(prompts, output_lens)
+        kept = self._prepare(prompts, output_lens)
         sampler = make_sampler(sampling) if sampling["temperature"] > 0 else None
         tokens = [
             Token(token_id, position, seq, position == len(prompt) - 1)
             for seq, prompt in enumerate(prompts)
             for position, token_id in enumerate(prompt)
+            if position >= kept[seq]
         ]
         last: dict[int, int] = {}
         for start in range(0, len(tokens), BATCH_SIZE):
@@ -73,11 +77,13 @@ class LlamaCpp:
         if sampler is not None:
             lib.llama_sampler_free(sampler)
 
-    def _prepare(self, prompts: list[list[int]], output_lens: list[int]) -> None:
-        """Empty the context of these sizes; create one if the last one had other sizes."""
+    def _prepare(self, prompts: list[list[int]], output_lens: list[int]) -> list[int]:
+        """Return how many tokens of each prompt the context keeps; create one if it is too small,
+        or for another number of sequences.
+        """
         lengths = [len(prompt) + count for prompt, count in zip(prompts, output_lens, strict=True)]
         sizes = len(prompts), -(-max(lengths) // 256) * 256
-        if sizes != self._sizes:
+        if sizes[0] != self._sizes[0] or sizes[1] > self._sizes[1]:
             if self._context is not None:
                 lib.llama_free(self._context)
             params = lib.llama_context_default_params()
@@ -91,7 +97,16 @@ class LlamaCpp:
             self._context, self._sizes = lib.llama_init_from_model(self._model, params), sizes
             if not self._context:
                 sys.exit("llama.cpp has no memory for these requests")
-        lib.llama_memory_clear(lib.llama_get_memory(self._context), False)
+            self._computed = [[] for _ in prompts]
+        kept = [
+            min(len(prompt) - 1, shared_prefix(prompt, last))
+            for prompt, last in zip(prompts, self._computed, strict=True)
+        ]
+        for seq, length in enumerate(kept):
+            if not lib.llama_memory_seq_rm(lib.llama_get_memory(self._context), seq, length, -1):
+                sys.exit("llama.cpp cannot cut a sequence of this model")
+        self._computed = prompts
+        return kept
 
     def _compute(self, tokens: list[Token], sampler: Any) -> dict[int, int]:
         """Compute a batch; return the tokens that follow, by sequence."""
@@ -115,6 +130,12 @@ class LlamaCpp:
             return int(lib.llama_sampler_sample(sampler, self._context, index))
         logits = lib.llama_get_logits_ith(self._context, index)
         return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+
+
+def shared_prefix(first: list[int], second: list[int]) -> int:
+    """Return how many tokens both begin with."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return sum(1 for _ in same)
 
 
 def make_sampler(sampling: Mapping[str, Any]) -> Any:

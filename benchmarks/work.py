@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.attention.spec import ROUNDED_KV
 from nanovllm.kernels.cpu.packed import W8A8, PanelWeight
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import WeightModule
@@ -37,7 +38,7 @@ def weight_bits(module: WeightModule, numbers: int) -> int:
 
 def attention_bits(layer: Attention) -> int:
     """Return the bits of the numbers that attention multiplies, as `weight_bits` does."""
-    if layer.kv_cache.dtype in (torch.int8, torch.uint8):
+    if layer.kv_cache.dtype in ROUNDED_KV:
         return 4  # queries have 8 bits, as inputs beside weights of 4
     return 32 if layer.kv_cache.itemsize == 4 else 16
 
@@ -55,7 +56,7 @@ def attention_work(layer: Attention, first: int, end: int) -> tuple[int, int]:
     growing = range(first + 1, min(end, longest) + 1)
     pairs = sum(growing) + longest * (end - first - len(growing))
     before = first if window is None else min(window - 1, first)
-    quantized = layer.kv_cache.dtype in (torch.int8, torch.uint8)
+    quantized = layer.kv_cache.dtype in ROUNDED_KV
     row = layer.kv_cache.shape[-1] if quantized else head_dim  # with its scales
     nbytes = (before + (end - first)) * num_kv_heads * row * (1 if values else 2)
     nbytes *= layer.kv_cache.itemsize

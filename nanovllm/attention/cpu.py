@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNormRope
+from nanovllm.attention.spec import ROUNDED_KV, AttentionSpec, QKNormRope
 from nanovllm.kernels.cpu import ops
 
 MAX_HEAD_DIM = 576  # the rows of latent attention are the longest: 512 numbers, and 64 that rotate
@@ -31,7 +31,7 @@ class CPUBackend(Backend):
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu" or spec.dtype != torch.bfloat16:
             return "needs bfloat16 on a CPU"
-        if spec.kv_dtype not in (None, spec.dtype, torch.int8, torch.uint8):
+        if spec.kv_dtype not in (None, spec.dtype, *ROUNDED_KV):
             return "keeps keys and values in bfloat16, int8 or int4"
         if spec.head_dim % 2 or spec.head_dim > MAX_HEAD_DIM:
             return f"head_dim {spec.head_dim} is odd or above {MAX_HEAD_DIM}"

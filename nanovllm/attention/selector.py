@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from nanovllm.attention.backend import Backend
-from nanovllm.attention.spec import AttentionSpec
+from nanovllm.attention.spec import ROUNDED_KV, AttentionSpec
 from nanovllm.errors import ConfigError, UnsupportedModelError
 from nanovllm.options.plugins import at_start, guarded, in_worker, load_class
 
@@ -41,7 +41,7 @@ def select_backend(spec: AttentionSpec, candidates: Iterable[type[Backend]]) -> 
     if spec.quantized_kv:
         asked = "fp8"
         needed = "a GPU of compute capability 8.9 and the Triton kernels"
-        if spec.kv_dtype in (torch.int8, torch.uint8):
+        if spec.kv_dtype in ROUNDED_KV:
             asked = "int8" if spec.kv_dtype == torch.int8 else "int4"
             needed = "bfloat16 on a CPU and the C kernels"
         raise ConfigError(

@@ -29,6 +29,8 @@ class AttentionOptions:
 
 
 PLAIN = AttentionOptions()
+ROUNDED_KV = (torch.int8, torch.uint8)
+"""The KV cache's dtypes with integers and their scales. torch.uint8 has two of 4 bits a byte."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class AttentionSpec(AttentionOptions):
     dtype: torch.dtype
     device: torch.device
     block_size: int | None  # tokens in a KV block; None lets the backend choose
-    # The KV cache's dtype; None means `dtype`, torch.uint8 two numbers of 4 bits a byte.
+    # The KV cache's dtype: None means `dtype`; or one of ROUNDED_KV, or FP8.
     kv_dtype: torch.dtype | None = None
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
-from nanovllm.attention.spec import AttentionSpec, QKNormRope
+from nanovllm.attention.spec import ROUNDED_KV, AttentionSpec, QKNormRope
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.decode_attention import DecodePlan
@@ -67,7 +67,7 @@ class TritonBackend(PagedBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
-        if spec.kv_dtype in (torch.int8, torch.uint8):
+        if spec.kv_dtype in ROUNDED_KV:
             return "keeps keys and values in the queries' dtype or FP8"
         if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"no kernel for {str(spec.dtype).removeprefix('torch.')}"

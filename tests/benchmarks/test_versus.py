@@ -11,6 +11,7 @@ import pytest
 from bench import QWEN3_06B
 from benchmarks.comparison import Comparison, Row
 from benchmarks.random_gguf import write_random_gguf
+from benchmarks.versus import CASES
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.gguf import read_gguf
 
@@ -49,6 +50,16 @@ def fake(path: Path, answer: str, version: str = "") -> str:
     path.write_text(f"#!/bin/sh\n{ready}\nwhile read line; do {answer}; done\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
+
+
+def test_turns_share_their_prefix() -> None:
+    turns = CASES["agent"].requests("agent 0")
+    assert [len(prompt) for [prompt], _ in turns] == [6000, 6300, 6600, 6900, 7200]
+    [last] = turns[-1][0]
+    assert all(last[: len(prompt)] == prompt for [prompt], _ in turns)
+    assert all(output_lens == [64] for _, output_lens in turns)
+    assert CASES["agent"].max_model_len == 7264
+    assert CASES["nano"].requests("nano 0") != CASES["sampled"].requests("sampled 0")
 
 
 def test_table(model: str, tmp_path: Path) -> None:

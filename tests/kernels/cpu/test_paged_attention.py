@@ -213,11 +213,9 @@ def assert_attention(spec, found, exact, **names):
     """Assert that `found` is attention over what the cache keeps. With 8 and 4 bits queries and
     weights are rounded, too, which moves few numbers far.
     """
-    if not spec.quantized_kv:
-        assert_close(found, exact, atol=0.01, rtol=2**-8, **names)
-        return
-    assert_close(found, exact, atol=0.08, rtol=2**-8, **names)
-    assert (found - exact).abs().mean() < 0.004
+    most, mean = (0.05, 0.004) if spec.quantized_kv else (0.01, 0.001)
+    assert_close(found, exact, atol=most, rtol=2**-8, **names)
+    assert (found - exact).abs().mean() < mean + 2**-9 * exact.abs().mean()
 
 
 class Stored:
@@ -410,8 +408,10 @@ def check_prompts_and_chunks(spec):
     )
     found = torch.cat(whole)
     assert_attention(spec, found, exact, rows=token_names(seq_lens, seq_lens))
-    error = (found - exact).abs()
-    assert error.mean() < 0.001 + 2**-9 * exact.abs().mean()
+    if spec.causal and not spec.sinks:
+        # A sequence's first token sees itself alone: what comes out is the value that is kept.
+        first = torch.tensor([0, *seq_lens[:-1]]).cumsum(0)
+        assert_close(found[first], exact[first], rtol=2**-7, atol=1e-3)
     if not spec.causal:  # there are no chunks: each prompt alone
         for row, n in enumerate(seq_lens):
             assert torch.equal(stored.attend([(row, 0, n)])[0], whole[row])
