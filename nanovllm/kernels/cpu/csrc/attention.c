@@ -151,7 +151,10 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             tile(t->rows, inputs, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
             const uint16_t *scales = (const uint16_t *)(keys + c->scale_offset) + in_block * groups;
-            ptrdiff_t at = bytes_of(c, in_block * c->width);
+            ptrdiff_t at = bytes_of(c, in_block * c->width), next_scales = c->scale_offset + in_block * groups * 2;
+            __builtin_prefetch(values + c->scale_offset + in_block * 2, 0, 2);
+            for (ptrdiff_t line = 0; next != values && line < groups * PANEL * 2; line += 64)
+                __builtin_prefetch(next + next_scales + line, 0, 2);
             (c->bits == 8 ? cache_tile8 : key_tile4)(t->rows, c->width, c->group, t->queries, (int_panel){keys + at, scales, 0},
                                                      values + at, found, 0);
         }

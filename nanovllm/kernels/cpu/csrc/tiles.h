@@ -38,8 +38,9 @@ typedef struct {
     ptrdiff_t ld;
 } output_rows;
 
-/* Weights of a tile: a panel in pieces of piece_k inputs, a multiple of 32; the last piece may be shorter. Tiles may prefetch the
- * piece of `prefetch` that stands in the same place, and is as large, while they multiply a piece. */
+/* Weights of a tile: a panel in pieces of piece_k inputs, a multiple of 32; the last piece may be shorter. A tile of more than
+ * K_STEP inputs has a single piece. Tiles may prefetch the piece of `prefetch` that stands in the same place, and is as large,
+ * while they multiply a piece. */
 typedef struct {
     const bf16 *const *pieces, *const *prefetch;
     ptrdiff_t piece_k;

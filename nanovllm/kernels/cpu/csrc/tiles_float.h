@@ -70,7 +70,7 @@ static void tile_step(int rows, ptrdiff_t k, input_rows x, panel_pieces w, outpu
 
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
     if (k <= K_STEP) tile_step(rows, k, x, w, acc, add);
-    else /* in a single piece */
+    else
         for (ptrdiff_t i = 0; i < k; i += K_STEP) {
             const bf16 *piece = *w.pieces + i * PANEL, *next = *w.prefetch + i * PANEL;
             ptrdiff_t step = k - i < K_STEP ? k - i : K_STEP;
