@@ -18,8 +18,8 @@ the numbers of such a weight mean."""
 _K_STEP = 256  # what groups of inputs divide; see csrc/int_weights.h
 _ONEDNN_HINT_ROWS = 16
 """Number of input rows that oneDNN optimises its layout for. Inputs may have any number of rows."""
-_ONEDNN_MIN_ELEMENTS = 2**20
-"""Minimum elements of a weight to amortise oneDNN's 50 us call overhead."""
+_ONEDNN_MIN_ELEMENTS = 2**18
+"""Fewest elements of a weight with which oneDNN's calls, of 15 us more, pay for one row."""
 
 
 class Panels(NamedTuple):
