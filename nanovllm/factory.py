@@ -55,8 +55,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
         from nanovllm.features.tiers.directory import find_directory
 
         find_directory(config.kv_cache_dir)  # refuse a wrong one before anything is loaded
-    policy = _policy(config)
-    order = _eviction_order(config)
+    plugins = _policy(config), _eviction_order(config)
     checkpoint = configured_checkpoint(config)
     draft = draft_checkpoint(config)
     if draft is not None and config.speculation is not None:
@@ -80,7 +79,7 @@ def make_engine(config: Config, *, queue_depth: int | None = None) -> LLMEngine:
             config,
             info,
             executor,
-            _scheduler(config, info, eos_token_ids, policy, order),
+            make_scheduler(config, info, eos_token_ids, plugins),
             _input_processor(config, info, checkpoint, tokenizer, eos_token_ids, executor),
             OutputProcessor(tokenizer),
             generation_config=_generation_config(config, checkpoint),
@@ -131,13 +130,18 @@ def _users(name: str, value: str, base: type, *arguments: str) -> Callable[..., 
     return partial(make_guarded, f'{name}="{value}"', base, found)
 
 
-def _scheduler(
+def make_scheduler(
     config: Config,
     info: WorkerInfo,
-    eos_token_ids: frozenset[int],
-    policy: Policy,
-    order: Callable[[int], EvictionOrder],
+    eos_token_ids: frozenset[int] = frozenset(),
+    plugins: tuple[Policy, Callable[[int], EvictionOrder]] | None = None,
 ) -> Scheduler:
+    """Return the scheduler of an engine whose workers have found `info`.
+
+    Args:
+        plugins: its policy, and what makes its order of eviction; None: those of the options.
+    """
+    policy, order = plugins or (_policy(config), _eviction_order(config))
     block_manager = BlockManager(
         info.num_blocks,
         info.block_size,

@@ -73,8 +73,8 @@ FOLDERS = {
         "async_llm loading.files options server utils.strict_json utils.system", torch=False
     ),
     "cli": Folder(
-        "batch chat.pictures demo_model explain lab learn llm options prove ray.row_pool router "
-        "server utils worker.model_report",
+        "batch chat.pictures demo_model explain lab learn llm options plan prove ray.row_pool "
+        "router server utils worker.model_report",
         torch=False,
     ),
     "prove": Folder("llm demo_model kv.groups.state loading options tiers", torch=True),
@@ -86,13 +86,14 @@ FOLDERS = {
         "speculation testing tiers worker",
         torch=True,
     ),
+    "plan": Folder("core engine factory kv options scheduler utils", torch=False),
     "__main__": Folder("cli", torch=False),
     "parallel": Folder(
         "attention loading quantization layers lora models options platform pooling "
         "speculation graphs structured tiers training utils vision worker",
         torch=True,
     ),
-    "ray": Folder("batch async_llm parallel.ray_cluster options server", torch=False),
+    "ray": Folder("batch async_llm parallel.ray_cluster options server utils", torch=False),
     "graphs": Folder("attention kernels layers models platform utils worker", torch=True),
     "engine": Folder("chat loading parallel options scheduler", torch=False),
     "speculation": Folder(

@@ -117,6 +117,18 @@ def note(message: str) -> None:
         complain(message)
 
 
+@contextlib.contextmanager
+def told() -> Iterator[Callable[[str], object]]:
+    """Yield what shows how far a command is: a line of standard error, if somebody reads it."""
+    if not sys.stderr.isatty() or is_dumb():
+        yield lambda words: None
+        return
+    try:
+        yield lambda words: sys.stderr.write(f"\r\x1b[K{words}") and sys.stderr.flush()
+    finally:
+        sys.stderr.write("\r\x1b[K")
+
+
 def abandon(stream: TextIO | None) -> None:
     """Drop what a stream still holds: Python would try to write it at exit, and complain."""
     with contextlib.suppress(AttributeError, OSError, ValueError):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.apps.ray.affinity import FREE_REQUESTS, conversation_key, order
+from nanovllm.apps.ray.affinity import conversation_key
+from nanovllm.utils.affinity import FREE_REQUESTS, order
 
 CHAT = "/v1/chat/completions"
 KEYS = [f"conversation {number}" for number in range(600)]

@@ -1,18 +1,26 @@
 """`nanovllm lab`: commands for those who write plugins."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm import demo_model
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
 from nanovllm.apps.lab.plugin import CheckOptions, find_plugin
+from nanovllm.apps.plan.options import CalibrateOptions, MadeRequests, Objective, PlanOptions
 from nanovllm.apps.prove import ProveOptions
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import Subparsers, add_command, add_own_and_engine_flags, given_fields
+from nanovllm.options.flags import (
+    Subparsers,
+    add_command,
+    add_flags,
+    add_own_and_engine_flags,
+    given_fields,
+)
 from nanovllm.options.validation import listed
-from nanovllm.utils.terminal import write
+from nanovllm.utils.terminal import told, write
 
 if TYPE_CHECKING:
     from nanovllm.apps.lab.check import Finding
@@ -28,6 +36,8 @@ def add_lab(commands: Subparsers) -> None:
     added = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_new(added)
     _add_check(added)
+    _add_calibrate(added)
+    _add_plan(added)
 
 
 def _add_new(commands: Subparsers) -> None:
@@ -65,6 +75,57 @@ def _add_check(commands: Subparsers) -> None:
         "the ways of nanovllm prove": (ProveOptions, _NOT_OF_PROVE),
     }
     add_own_and_engine_flags(parser, groups)
+
+
+def _add_calibrate(commands: Subparsers) -> None:
+    parser = add_command(commands, calibrate, "MODEL [flags]", "lab calibrate takes one MODEL")
+    parser.add_argument(
+        "model", metavar="MODEL", help="A checkpoint directory, a GGUF file or a hub id."
+    )
+    add_own_and_engine_flags(parser, {"calibrate": (CalibrateOptions, set[str]())})
+
+
+def _add_plan(commands: Subparsers) -> None:
+    parser = add_command(commands, plan, "[flags]", "lab plan takes flags alone")
+    add_flags(parser.add_argument_group("plan"), PlanOptions)
+    add_flags(parser.add_argument_group("the objective"), Objective)
+    add_flags(parser.add_argument_group("requests, where there is no trace"), MadeRequests)
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure an engine's steps on this machine, for `nanovllm lab plan`."""
+    from nanovllm.apps.plan.calibrate import calibrate as measured
+
+    how = CalibrateOptions(**given_fields(CalibrateOptions, args))
+    with told() as tell:
+        cost = measured(Config(**given_fields(Config, args)), how.seconds, tell)
+    cost.save(Path(how.output))
+    median, high = cost.error
+    write(
+        f"{how.output}: {cost.source}. Of those held out, half are off by {median:.1%} or less, "
+        f"nine of ten by {high:.1%}. What else runs on the machine counts as the engine's.\n"
+    )
+    return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Say what users would feel: an engine's scheduler in virtual time, on many replicas."""
+    from nanovllm.apps.plan.page import page, table
+    from nanovllm.apps.plan.plan import plan as run_plan
+
+    how = PlanOptions(**given_fields(PlanOptions, args))
+    objective = Objective(**given_fields(Objective, args))
+    requests = MadeRequests(**given_fields(MadeRequests, args))
+    with told() as tell:
+        outcomes = run_plan(how, requests, objective, tell)
+    write(table(outcomes, objective))
+    for path, text in (
+        (how.output, json.dumps(outcomes, indent=1)),
+        (how.page, page(outcomes, objective)),
+    ):
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+    return 0 if any(outcome["meets_slo"] for outcome in outcomes) else 1
 
 
 def check(args: argparse.Namespace) -> int:

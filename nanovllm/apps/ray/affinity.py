@@ -3,20 +3,17 @@
 The conversation's key is read from the HTTP body. The key of its first turn is the key of all its
 turns, because only the beginning counts: what a later turn has in common with the first one is what
 a prefix cache can have. A handle's call passes the key on as its session id.
-
-Rendezvous hashing (Thaler and Ravishankar, 1998) with bounded loads (Mirrokni, Thorup and
-Zadimoghaddam, 2016) keeps no state, so that every caller finds the same replica, also after a
-restart.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import xxhash
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from nanovllm.utils.affinity import order
 
 SESSION_HEADER = b"x-session-id"
 """A client's own name for a conversation; Ray Serve's header for the same."""
@@ -89,31 +86,6 @@ def _beginning_of_prompt(prompt: Any) -> Any:
 def _digest(*parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-MAX_IMBALANCE = 1.25
-"""A replica with this many times the mean number of requests gets no more of them by affinity."""
-FREE_REQUESTS = 8
-"""A replica with fewer requests is never too busy: a small batch costs each request little."""
-
-
-def order(conversation: str, loads: Mapping[str, int]) -> list[str]:
-    """Return the names of replicas in the order in which a conversation prefers them.
-
-    Those that are too busy come last, the idlest of them first. A replica that comes or goes moves
-    only the conversations that prefer it.
-
-    Args:
-        conversation: its key.
-        loads: number of requests of each replica, by name.
-    """
-    bound = max(FREE_REQUESTS, MAX_IMBALANCE * (sum(loads.values()) + 1) / len(loads))
-
-    def rank(name: str) -> tuple[int, int]:
-        busy = loads[name] if loads[name] >= bound else 0
-        return busy, -xxhash.xxh3_64_intdigest(f"{conversation} {name}".encode())
-
-    return sorted(loads, key=rank)
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
