@@ -180,7 +180,7 @@ def weights_meter(network: Network) -> RateMeter:
         for module in network.model.modules()
         if isinstance(module, WeightModule)
         for tensor in weight_tensors(module)
-        if tensor.is_contiguous()
+        if tensor.layout == torch.strided and tensor.is_contiguous()  # not in oneDNN's layout
     }
     return RateMeter(list(tensors.values()))
 
