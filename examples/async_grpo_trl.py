@@ -106,7 +106,7 @@ def make_trainer(
         per_device_train_batch_size=16,
         num_generations=8,
         max_completion_length=16,
-        max_staleness=2,
+        max_staleness=1,
         learning_rate=1e-3 if peft_config is None else 1e-2,
         temperature=1.5,
         vllm_server_base_url=url,
