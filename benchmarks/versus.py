@@ -52,7 +52,7 @@ class Case(NamedTuple):
         """The longest sequence of its requests."""
         return self.input_len[1] + self.turn_len * (self.num_turns - 1) + self.output_len[1]
 
-    def requests(self, seed: int | str) -> list[tuple[bench.Prompts, list[int]]]:
+    def requests(self, seed: str) -> list[tuple[bench.Prompts, list[int]]]:
         """Return the prompts and the output lengths of each turn."""
         added = [self.turn_len * turn for turn in range(self.num_turns)]
         lengths = self.input_len[0] + added[-1], self.input_len[1] + added[-1]

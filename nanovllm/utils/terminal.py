@@ -123,10 +123,15 @@ def told() -> Iterator[Callable[[str], object]]:
     if not sys.stderr.isatty() or is_dumb():
         yield lambda words: None
         return
+
+    def tell(words: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{words}")
+        sys.stderr.flush()
+
     try:
-        yield lambda words: sys.stderr.write(f"\r\x1b[K{words}") and sys.stderr.flush()
+        yield tell
     finally:
-        sys.stderr.write("\r\x1b[K")
+        tell("")
 
 
 def abandon(stream: TextIO | None) -> None:

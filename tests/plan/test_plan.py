@@ -58,7 +58,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("form", TRACES)
-def test_traces(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces(tmp_path: Path, form: str) -> None:
     text, expected = TRACES[form]
     path = tmp_path / "trace"
     path.write_text(text)
@@ -201,6 +201,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--replicas", "0"], "from 1 to"),
         (["--option", "num_blokcs=1"], "num_blocks"),
         (["--prompt-len", "5000", "--spread", "0"], "max_model_len is 4096"),
+        (["--page", str(tmp_path)], "is a directory"),
+        (["--output", str(tmp_path / "none" / "out.json")], "cannot be written"),
     ):
         assert main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -19,7 +19,7 @@ from nanovllm.options.flags import (
     add_own_and_engine_flags,
     given_fields,
 )
-from nanovllm.options.validation import listed
+from nanovllm.options.validation import check_place, listed, writing
 from nanovllm.utils.terminal import told, write
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ def calibrate(args: argparse.Namespace) -> int:
     from nanovllm.apps.plan.calibrate import calibrate as measured
 
     how = CalibrateOptions(**given_fields(CalibrateOptions, args))
+    check_place("output", how.output)
     with told() as tell:
         cost = measured(Config(**given_fields(Config, args)), how.seconds, tell)
-    cost.save(Path(how.output))
+    with writing("output", how.output):
+        cost.save(Path(how.output))
     median, high = cost.error
     write(
         f"{how.output}: {cost.source}. Of those held out, half are off by {median:.1%} or less, "
@@ -116,16 +118,22 @@ def plan(args: argparse.Namespace) -> int:
     how = PlanOptions(**given_fields(PlanOptions, args))
     objective = Objective(**given_fields(Objective, args))
     requests = MadeRequests(**given_fields(MadeRequests, args))
+    for name in ("output", "page"):
+        if (path := getattr(how, name)) is not None:
+            check_place(name, path)
     with told() as tell:
         outcomes = run_plan(how, requests, objective, tell)
     write(table(outcomes, objective))
-    for path, text in (
-        (how.output, json.dumps(outcomes, indent=1)),
-        (how.page, page(outcomes, objective)),
-    ):
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+    if how.output is not None:
+        _write_file("output", how.output, json.dumps(outcomes, indent=1))
+    if how.page is not None:
+        _write_file("page", how.page, page(outcomes, objective))
     return 0 if any(outcome["meets_slo"] for outcome in outcomes) else 1
+
+
+def _write_file(name: str, path: str, text: str) -> None:
+    with writing(name, path):
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def check(args: argparse.Namespace) -> int:

@@ -60,9 +60,7 @@ def calibrate(config: Config, seconds: float, tell: Callable[[str], object]) -> 
     try:
         info = engine.worker_info
         timer = LoopTimer(bool(engine.queue_depth))
-        for wave in _waves(engine):  # kernels are chosen, pages touched
-            _run(engine, wave[:1])
-            break
+        _run(engine, next(_waves(engine)))  # kernels are chosen, pages touched
         engine.observers.append(timer)
         end = time.monotonic() + seconds
         for wave in _waves(engine):

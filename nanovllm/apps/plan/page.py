@@ -26,9 +26,9 @@ def _percentile(name: str, which: str) -> Callable[[Outcome], float]:
 
 FIGURES = [
     Figure("TTFT p50", "seconds to the first token, median", _percentile("ttft", "p50"), ".3f"),
-    Figure("p99", "the same, of the slowest hundredth", _percentile("ttft", "p99"), ".3f"),
+    Figure("TTFT p99", "the same, of the slowest hundredth", _percentile("ttft", "p99"), ".3f"),
     Figure("TPOT p50", "seconds a token behind it, median", _percentile("tpot", "p50"), ".4f"),
-    Figure("p99 ", "the same, of the slowest hundredth", _percentile("tpot", "p99"), ".4f"),
+    Figure("TPOT p99", "the same, of the slowest hundredth", _percentile("tpot", "p99"), ".4f"),
     Figure("whole p50", "seconds of a whole request", _percentile("e2e", "p50")),
     Figure("good", "share of requests within the objective", lambda o: o["good_share"], ".1%"),
     Figure("goodput", "such requests a second", lambda o: o["goodput"]),
@@ -48,7 +48,7 @@ def name_of(outcome: Outcome) -> str:
 
 def table(outcomes: list[Outcome], objective: Objective) -> str:
     """Return the outcomes as lines for a terminal."""
-    rows = [["options", "replicas", *(figure.name.strip() for figure in FIGURES)]]
+    rows = [["options", "replicas", *(figure.name for figure in FIGURES)]]
     for outcome in outcomes:
         figures = (format(figure.value(outcome), figure.form) for figure in FIGURES)
         rows.append([name_of(outcome), str(outcome["replicas"]), *figures])

@@ -111,23 +111,23 @@ def read_trace(path: Path, form: str, speed: float) -> Iterator[PlannedRequest]:
                 yield request._replace(arrival=arrival)
             if first is None:
                 raise ConfigError(f"{path} has no request")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"--trace {path}: {error}") from error
 
 
 def _numbered(
     path: Path, file: io.TextIOBase, rows: Callable[[io.TextIOBase], Iterator[Any]]
 ) -> Iterator[PlannedRequest]:
-    """Yield the requests of a file; an error names the line."""
+    """Yield the requests of a file; an error names the row."""
     found = rows(file)
-    for line in count(2):
+    for row in count(1):
         try:
             request = next(found)
         except StopIteration:
             return
         except (KeyError, ValueError, TypeError) as error:
             what = f"no column {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{path}: row {line - 1}: {what}") from error
+            raise ConfigError(f"{path}: row {row}: {what}") from error
         if request is not None:
             yield request
 

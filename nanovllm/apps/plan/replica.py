@@ -198,12 +198,10 @@ def run(
     choose: Callable[[str, dict[str, int]], str],
 ) -> None:
     """Let the replicas answer the requests, each where `choose` says; it gets the conversation and
-    how many requests each replica has, by its name.
+    how many requests each replica has, by its name, which is its place in the list.
     """
-    names = {str(number): replica for number, replica in enumerate(replicas)}
-    numbers = {name: number for number, name in enumerate(names)}
     turns: list[tuple[float, int]] = []  # of the replicas that have something to do
-    loads = dict.fromkeys(names, 0)
+    loads = {str(number): 0 for number in range(len(replicas))}
 
     def advance(until: float) -> None:
         while turns and turns[0][0] < until:
@@ -219,10 +217,10 @@ def run(
     for request in requests:
         advance(request.arrival)
         name = choose(request.conversation, loads) if len(replicas) > 1 else "0"
-        replica = names[name]
+        replica = replicas[int(name)]
         was_idle = replica.clock == math.inf
         replica.add(request)
         loads[name] += 1
         if was_idle:
-            heapq.heappush(turns, (replica.clock, numbers[name]))
+            heapq.heappush(turns, (replica.clock, int(name)))
     advance(math.inf)

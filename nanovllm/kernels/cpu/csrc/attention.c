@@ -133,7 +133,8 @@ INLINE void pack_inputs(const cache_layout *c, const bf16 *x, ptrdiff_t ldx, ptr
 
 /* Compute the scores of a pass's keys, and note where its values lie. While a panel of keys is read, what stands in its place in
  * the block's values is prefetched, in one stretch, which is faster in long sequences. While values are read, keys in the same
- * place of the next pass, or of the next tile's first, are prefetched. */
+ * place of the next pass, or of the next tile's first, are prefetched. So are the scales of both, which lie behind the numbers.
+ */
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     ptrdiff_t inputs = (c->dim + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE; /* of a key, without most of its padding */
     ptrdiff_t groups = c->width / c->group * (c->bits == 4 ? 2 : 1);
