@@ -6,7 +6,7 @@ Layers with equal caches form a group. Group 0 has the layers that attend to all
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 
@@ -97,7 +97,7 @@ class EncoderInfo(NamedTuple):
     layer_weights: int  # of one of its layers
     token_weights: int  # of the text model
     bytes_per_token: int  # of the embedding of a soft token
-    local_layers: Collection[int] = ()  # whose patches see only those near them
+    local_layers: Seq[int] = ()  # whose patches see only those near them
 
     def price(self, num_patches: int, layer: int) -> float:
         """Return what a layer costs for a view, in tokens of the text model."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import json
 import logging
@@ -274,6 +275,15 @@ def check_path(
     if not isinstance(path, str) or not path:
         raise error(f"{name} must be {rule}, got {shown(value)}")
     return plain_text(path)
+
+
+def check_installed(extra: str, *packages: str) -> None:
+    """Raise ConfigError if a package of an extra is not installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{package} is not installed: pip install -e '.[{extra}]' -c constraints.txt"
+            )
 
 
 def check_place(name: str, path: str) -> None:

@@ -11,16 +11,15 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.core.messages import Schedule, StepResult
 from nanovllm.core.worker_info import WorkerInfo
-from nanovllm.errors import ConfigError
 from nanovllm.loading.files import is_gguf
 from nanovllm.loading.hub import Checkpoint
 from nanovllm.options.config import Config
+from nanovllm.options.validation import check_installed
 from nanovllm.utils.pages import PageReserve, read_ahead
 from nanovllm.utils.process import end_openmp_threads
 
@@ -92,11 +91,8 @@ def make_executor(
         CheckpointError, ConfigError: the model, or its draft network, cannot run with `config`.
     """
     by_ray = config.distributed_executor_backend == "ray"
-    if by_ray and find_spec("ray") is None:
-        raise ConfigError(
-            'distributed_executor_backend="ray" needs Ray, which is not installed: '
-            "pip install -e '.[ray]' -c constraints.txt"
-        )
+    if by_ray:
+        check_installed("ray", "ray")
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too

@@ -9,7 +9,6 @@ import math
 import pickle
 import random
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence as Seq
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from nanovllm.outputs import DraftCounts
 from nanovllm.scheduler.admission_hook import AdmissionHook
 from nanovllm.scheduler.policy import Policy
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.step_loop import StepLoop
 from nanovllm.testing.invariants import check_blocks, check_scheduler
 
 if TYPE_CHECKING:
@@ -384,7 +384,8 @@ class FakeEngine:
 
     def _begin(self) -> None:
         """Make what the engine notes of its steps."""
-        self.in_flight: deque[tuple[Schedule, StepResult | None]] = deque()
+        self.loop = StepLoop(self.scheduler, self._execute, self.queue_depth)
+        self.in_flight = self.loop.in_flight
         self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy made at launch
         self.sequences: list[Sequence] = []  # by id, so in order of arrival
         self.contexts: list[list[int]] = []  # by id: the expected tokens up to max_model_len
@@ -495,31 +496,29 @@ class FakeEngine:
         if fails_to_launch:
             self.scheduler.abandon(schedule)
             return schedule
+        self.loop.launch(schedule)
+        self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
+        return schedule
+
+    def _execute(self, schedule: Schedule) -> StepResult | None:
         result = self.worker.execute(schedule)
         if result is not None:
             for row in self.worker.rows:
                 self._check_row(row)
             if self.states is not None:
                 self._check_snapshots(self.states)
-        self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
-        self.in_flight.append((schedule, result))
-        return schedule
+        return result
 
     def retire(self) -> None:
         """Update with the oldest step's result. If it failed, abandon all steps in flight."""
-        schedule, result = self.in_flight.popleft()
+        schedule, result = self.in_flight[0]
+        unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
+        advanced = self.loop.retire()
         if result is None:
-            self.scheduler.abandon(schedule)
-            while self.in_flight:
-                self.scheduler.abandon(self.in_flight.popleft()[0])
             self.worker.is_broken = False
             return
-        unfinished = {seq.seq_id for seq in self.sequences if not seq.is_finished}
-        rows = [row for row in schedule.rows if row.samples]
         self.num_drafts_accepted += sum(len(tokens) - 1 for tokens in result.token_ids if tokens)
-        advanced = self.scheduler.update(schedule, result)
-        if self.drafting is not None:
-            self.drafting.settle(schedule, result, None)
+        rows = [row for row in schedule.rows if row.samples]
         ids = [seq.seq_id for seq in advanced]
         assert ids == [row.seq_id for row in rows if row.seq_id in unfinished]
         for seq in advanced:
@@ -530,7 +529,7 @@ class FakeEngine:
         while len(self.in_flight) > self.queue_depth:
             self.retire()
         schedule = self.launch(fails_to_launch=fails_to_launch)
-        if self.in_flight and (schedule is None or len(self.in_flight) > self.queue_depth):
+        if self.loop.is_due(schedule):
             self.retire()
             return True
         return schedule is not None

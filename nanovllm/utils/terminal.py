@@ -117,23 +117,6 @@ def note(message: str) -> None:
         complain(message)
 
 
-@contextlib.contextmanager
-def told() -> Iterator[Callable[[str], object]]:
-    """Yield what shows how far a command is: a line of standard error, if somebody reads it."""
-    if not sys.stderr.isatty() or is_dumb():
-        yield lambda words: None
-        return
-
-    def tell(words: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{words}")
-        sys.stderr.flush()
-
-    try:
-        yield tell
-    finally:
-        tell("")
-
-
 def abandon(stream: TextIO | None) -> None:
     """Drop what a stream still holds: Python would try to write it at exit, and complain."""
     with contextlib.suppress(AttributeError, OSError, ValueError):

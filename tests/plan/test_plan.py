@@ -14,7 +14,7 @@ from nanovllm.apps.plan.calibrate import calibrate
 from nanovllm.apps.plan.options import MadeRequests, Objective, PlanOptions
 from nanovllm.apps.plan.plan import plan
 from nanovllm.apps.plan.planned_requests import MOONCAKE_BLOCK, made, read_trace
-from nanovllm.apps.plan.step_cost import KNOTS, MeasuredStep, StepCost, StepWork, fit, work_of
+from nanovllm.apps.plan.step_cost import KNOTS, StepCost, StepWork, fit, work_of
 from nanovllm.core.messages import Row
 from nanovllm.core.worker_info import KVInfo, TierInfo, WindowSpec, WorkerInfo
 from nanovllm.errors import ConfigError
@@ -25,7 +25,7 @@ INFO = WorkerInfo(
 )
 OPTIONS = {"model": "a model", "max_num_seqs": 64}
 COST = StepCost(
-    tuple(0.01 + 0.0002 * knot for knot in KNOTS), 1e-5, 1e-5, 1e-9, 1e-9, INFO, OPTIONS
+    tuple(0.01 + 0.0002 * knot for knot in KNOTS), 0.0, 1e-5, 1e-5, 1e-9, 1e-9, INFO, OPTIONS
 )
 TRACES = {
     "azure": (
@@ -62,40 +62,40 @@ def test_traces(tmp_path: Path, form: str) -> None:
     text, expected = TRACES[form]
     path = tmp_path / "trace"
     path.write_text(text)
-    found = list(read_trace(path, form, 1.0))
+    found = list(read_trace(path))
     assert [
         (round(each.arrival, 3), len(each.token_ids), each.num_output) for each in found
     ] == expected
     if form == "mooncake":
         first, second = (each.token_ids for each in found)
         assert first[:MOONCAKE_BLOCK] == second
-    faster = read_trace(path, form, 2.0)
+    faster = read_trace(path, 2.0)
     assert [each.arrival for each in faster] == [pytest.approx(a / 2) for a, _, _ in expected]
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "message"),
+    ("text", "message"),
     [
-        ("azure", "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,374\n", "no column 'Gener"),
-        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,374,1\n", "row 1: Invalid"),
-        ("burstgpt", "Timestamp,Request tokens,Response tokens\n5,0,1\n", "row 1: the prompt's"),
-        ("mooncake", '{"timestamp": 0, "input_length": 600}\n', "row 1: no column"),
-        ("mooncake", "{}{}\n", "row 1: Extra data"),
-        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no request"),
+        ("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,374\n", "no column 'Gener"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,374,1\n", "row 1: Invalid"),
+        ("Timestamp,Request tokens,Response tokens\n5,0,1\n", "row 1: the prompt's"),
+        ('{"timestamp": 0, "input_length": 600}\n', "no column 'hash_ids'"),
+        ('{"input_length": 1}{}\n', "row 1: Extra data"),
+        ("nothing\n", "has no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no request"),
         (
-            "burstgpt",
             "Timestamp,Request tokens,Response tokens\n5,1,1\n4,1,1\n",
-            "request 2 comes before",
+            "a request at 4 s comes before",
         ),
     ],
 )
-def test_a_wrong_trace_is_named(tmp_path: Path, form: str, text: str, message: str) -> None:
+def test_a_wrong_trace_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        list(read_trace(path, form, 1.0))
+        list(read_trace(path))
     with pytest.raises(ConfigError, match="No such file"):
-        list(read_trace(tmp_path / "none", form, 1.0))
+        list(read_trace(tmp_path / "none"))
 
 
 def test_made_requests() -> None:
@@ -119,7 +119,7 @@ def test_made_requests() -> None:
 
 def test_work() -> None:
     rows = [Row(0, 0, 10, 1, samples=True), Row(1, 1, 4, 3, samples=False)]
-    assert work_of(rows) == StepWork(4, 2, 1, 11 + 7, 11 + 5 + 6 + 7)
+    assert work_of(rows) == StepWork(4, 1, 2, 1, 11 + 7, 11 + 5 + 6 + 7)
 
 
 def test_a_cost_is_found_again(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_a_cost_is_found_again(tmp_path: Path) -> None:
         rows = rng.randint(1, 64)
         tokens = max(rows, int(2 ** rng.uniform(0, 11)))
         keys = rows * rng.randint(1, 2000)
-        works.append(StepWork(tokens, rows, rows, keys, keys * tokens // rows))
-    steps = [MeasuredStep(work, COST.seconds(work) * rng.uniform(0.98, 1.02)) for work in works]
+        works.append(StepWork(tokens, int(tokens > rows), rows, rows, keys, keys * tokens // rows))
+    seconds = [COST.seconds(work) * rng.uniform(0.98, 1.02) for work in works]
     windows = KVInfo((WindowSpec(64, 2),))
     info = WorkerInfo(8, 64, 512, 100, 64, kv=windows, tiers=TierInfo(4, "a", 0.1, 0.2))
-    found = fit(steps, info, OPTIONS, "made")
+    found = fit(works, seconds, info, OPTIONS, "made")
     assert found.error[0] < 0.02
     assert found.error[1] < 0.05
     found.save(tmp_path / "cost.json")
@@ -159,8 +159,8 @@ def answers(tmp_path: Path, how: dict[str, Any], requests: MadeRequests) -> list
 def test_one_request_takes_its_steps(tmp_path: Path) -> None:
     requests = MadeRequests(num_requests=1, prompt_len=100, output_len=10, spread=0.0)
     [found] = answers(tmp_path, {}, requests)
-    prompt = COST.seconds(StepWork(100, 1, 1, 100, 5050))
-    steps = [COST.seconds(StepWork(1, 1, 1, end, end)) for end in range(101, 110)]
+    prompt = COST.seconds(StepWork(100, 1, 1, 1, 100, 5050))
+    steps = [COST.seconds(StepWork(1, 0, 1, 1, end, end)) for end in range(101, 110)]
     assert found["ttft"]["p50"] == pytest.approx(prompt)
     assert found["e2e"]["p99"] == pytest.approx(prompt + sum(steps))
     assert found["tpot"]["p50"] == pytest.approx(sum(steps) / 9)
@@ -214,8 +214,8 @@ def test_calibrated(tmp_path: Path) -> None:
     cost = calibrate(config, 1.5, told.append)
     assert told
     assert cost.error[0] < 1
-    assert cost.seconds(StepWork(512, 1, 1, 512, 512 * 256)) > cost.seconds(
-        StepWork(1, 1, 1, 512, 512)
+    assert cost.seconds(StepWork(512, 1, 1, 1, 512, 512 * 256)) > cost.seconds(
+        StepWork(1, 0, 1, 1, 512, 512)
     )
     cost.save(tmp_path / "cost.json")
     options = PlanOptions(cost=str(tmp_path / "cost.json"))

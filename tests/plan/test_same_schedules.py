@@ -3,7 +3,8 @@
 import dataclasses
 import pickle
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -11,13 +12,26 @@ from nanovllm import SamplingParams, demo_model
 from nanovllm.apps.plan.planned_requests import PlannedRequest, Run
 from nanovllm.apps.plan.replica import Replica
 from nanovllm.apps.plan.step_cost import KNOTS, StepCost
-from nanovllm.core.messages import Schedule
+from nanovllm.core.messages import Schedule, StepResult
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.engine.llm_engine import Observer
 from nanovllm.factory import make_engine, make_scheduler
+from nanovllm.features.tiers.traffic import TierTraffic
 from nanovllm.options.config import Config
 from nanovllm.scheduler.scheduler import Scheduler
+from tests import mixture
+from tests.speculation.proposers.drafting import allow_all
 
+SEEDS = range(20)
+MUST_SHOW = {
+    0: ("drafts", "loads", "preemptions"),
+    1: ("accepted drafts", "in flight", "preemptions"),
+    7: ("loads", "states"),
+    14: ("in flight", "loads", "preemptions"),
+    15: ("drafts", "in flight", "states"),
+}
+"""What the runs of some seeds have, so that it is tried at all."""
+MAX_MODEL_LEN = 160
 Arrival = tuple[int, list[int], int]
 """Before which turn of the loop a request comes, its prompt, and how many tokens it gets."""
 
@@ -25,30 +39,40 @@ Arrival = tuple[int, list[int], int]
 class Recorder(Observer):
     def __init__(self) -> None:
         self.schedules: list[Schedule] = []
+        self.results: list[StepResult] = []
 
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
         self.schedules.append(pickle.loads(pickle.dumps(schedule)))
 
+    def waited(self, result: StepResult) -> None:
+        self.results.append(result)
 
-def arrivals_of(rng: random.Random, longest: int) -> list[Arrival]:
+
+class RealRun(NamedTuple):
+    recorder: Recorder
+    outputs: list[list[int]]
+    info: WorkerInfo
+    num_preemptions: int
+
+
+def arrivals_of(rng: random.Random) -> list[Arrival]:
     """Return requests of which some share a beginning, and some continue another."""
     prompts: list[list[int]] = []
     arrivals = []
     turn = 0
+    words = rng.choice([3, 200])  # of few, n-grams repeat, and drafts are right
     for _ in range(rng.randint(8, 24)):
         turn += rng.choice([0, 0, 1, 3, 12, 60])
-        prompt = list(rng.choice(prompts)) if prompts and rng.random() < 0.5 else []
-        prompt += [rng.randrange(200) for _ in range(rng.randint(1, 40))]
-        prompt = prompt[: longest - 30]
+        prompt = list(rng.choice(prompts)) if prompts and rng.random() < 0.7 else []
+        prompt += [rng.randrange(words) for _ in range(rng.randint(1, 40))]
+        prompt = prompt[: MAX_MODEL_LEN - 30]
         prompts.append(prompt)
         arrivals.append((turn, prompt, rng.randint(1, 25)))
     return arrivals
 
 
-def real_run(
-    config: Config, arrivals: list[Arrival]
-) -> tuple[list[Schedule], list[list[int]], WorkerInfo]:
-    engine = make_engine(config)
+def real_run(config: Config, queue_depth: int, arrivals: list[Arrival]) -> RealRun:
+    engine = make_engine(config, queue_depth=queue_depth)
     recorder = Recorder()
     engine.observers.append(recorder)
     outputs: dict[Any, list[int]] = {}
@@ -62,18 +86,30 @@ def real_run(
             for output in engine.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
             turn += 1
-        return recorder.schedules, [outputs[each] for each in ids], engine.worker_info
+        tokens = [outputs[each] for each in ids]
+        return RealRun(recorder, tokens, engine.worker_info, engine.stats.num_preemptions)
     finally:
         engine.shutdown()
 
 
 def simulated(
-    config: Config, info: WorkerInfo, arrivals: list[Arrival], outputs: list[list[int]]
+    config: Config, queue_depth: int, real: RealRun, arrivals: list[Arrival]
 ) -> list[Schedule]:
-    cost = StepCost((0.0,) * len(KNOTS), 0.0, 0.0, 0.0, 0.0, info, {})
-    replica = Replica(make_scheduler(config, info), cost, lambda answered: None)
+    """Return the schedules of a replica which knows when loads ended and which drafts were right,
+    for both depend on other things than the schedule.
+    """
+    cost = StepCost((0.0,) * len(KNOTS), 0.0, 0.0, 0.0, 0.0, 0.0, real.info, {})
+    drafts, loaded = drafts_of(real.recorder), (result.loaded for result in real.recorder.results)
+    replica = Replica(
+        make_scheduler(config, real.info),
+        cost,
+        lambda *_: None,
+        queue_depth=queue_depth,
+        drafts=lambda row: next(drafts),
+        loads=lambda transfers, begin: (list(next(loaded)), begin),
+    )
     schedules: list[Schedule] = []
-    waiting, turn = list(zip(arrivals, outputs, strict=True)), 0
+    waiting, turn = list(zip(arrivals, real.outputs, strict=True)), 0
     while waiting or replica.num_requests:
         while waiting and waiting[0][0][0] <= turn:
             (_, prompt, count), output = waiting.pop(0)
@@ -85,30 +121,64 @@ def simulated(
     return schedules
 
 
+def drafts_of(recorder: Recorder) -> Iterator[tuple[int, int]]:
+    """Yield how many drafts each row that might have some had, and how many were right."""
+    for schedule, result in zip(recorder.schedules, recorder.results, strict=False):
+        for row, tokens in zip(schedule.rows, result.token_ids, strict=True):
+            if row.num_draft_tokens:
+                details = result.details.get(row.seq_id)
+                yield details.num_draft_tokens if details else 0, len(tokens) - 1
+
+
 def comparable(schedule: Schedule) -> Schedule:
     """Leave out how tokens are drawn."""
     admissions = [
         new._replace(params=SamplingParams(), seed=0, stop_token_ids=frozenset())
         for new in schedule.admissions
     ]
-    return dataclasses.replace(schedule, admissions=admissions, may_draft=False)
+    return dataclasses.replace(schedule, admissions=admissions)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_schedules_are_equal(seed: int) -> None:
+@pytest.fixture(scope="module")
+def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mixture.registered():
+        yield mixture.make_checkpoint(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_schedules_are_equal(seed: int, mixed_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
+    is_mixed = seed % 4 == 3
     options: dict[str, Any] = {
         "max_num_seqs": rng.choice([2, 4, 16]),
-        "max_num_batched_tokens": rng.choice([16, 64, 512]),
-        "max_model_len": 160,
+        "max_num_batched_tokens": rng.choice([64, 100, 512]),
+        "max_model_len": MAX_MODEL_LEN,
         "kvcache_block_size": 32,
-        "num_kvcache_blocks": rng.choice([6, 9, 40]),
+        "num_kvcache_blocks": rng.choice([34, 60] if is_mixed else [6, 6, 9, 40]),
         "enable_prefix_caching": rng.random() < 0.8,
     }
-    config = Config(model=demo_model.MODEL, **options)
-    arrivals = arrivals_of(rng, 160)
-    schedules, outputs, info = real_run(config, arrivals)
-    found = simulated(config, info, arrivals, outputs)
-    assert len(found) == len(schedules)
-    for real, virtual in zip(schedules, found, strict=True):
-        assert comparable(real) == comparable(virtual)
+    if rng.random() < 0.6 and options["enable_prefix_caching"]:
+        options["kv_offload_gib"] = 0.05
+    if rng.random() < 0.5:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4}
+    queue_depth = rng.choice([0, 0, 1])
+    monkeypatch.setattr(TierTraffic, "pays", lambda self, *_: True)
+    config = Config(model=mixed_model if is_mixed else demo_model.MODEL, **options)
+    arrivals = arrivals_of(rng)
+    allow_all(monkeypatch, seed)
+    real = real_run(config, queue_depth, arrivals)
+    allow_all(monkeypatch, seed)
+    found = simulated(config, queue_depth, real, arrivals)
+    assert len(found) == len(real.recorder.schedules)
+    for theirs, ours in zip(real.recorder.schedules, found, strict=True):
+        assert comparable(theirs) == comparable(ours)
+    drafts = list(drafts_of(real.recorder))
+    shown = {
+        "preemptions": real.num_preemptions,
+        "loads": any(result.loaded for result in real.recorder.results),
+        "drafts": drafts,
+        "accepted drafts": any(num_right for _, num_right in drafts),
+        "states": real.info.kv.state_pages,
+        "in flight": queue_depth,
+    }
+    assert all(shown[name] for name in MUST_SHOW.get(seed, ()))

@@ -208,7 +208,7 @@ def test_prices() -> None:
     """Layers whose patches see few others cost less, and a step takes as many as it has room for:
     beside rows for one and a half such steps.
     """
-    info = EncoderInfo(4, 8, 100, 1000, 1, local_layers=frozenset({1, 2, 3}))
+    info = EncoderInfo(4, 8, 100, 1000, 1, local_layers=(1, 2, 3))
     assert info.price(10, 0) == 10 * (100 + 2 * 10 * 8) / 1000
     assert info.price(10, 3) == 1.0
     hook = EncoderHook(info, 100, budget=1000)

@@ -5,7 +5,6 @@ Picklable: workers on other machines get it. Two jobs with the same identity wri
 
 import dataclasses
 import hashlib
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from nanovllm.loading.files import check_file, local_path
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.validation import (
+    check_installed,
     check_int,
     check_names,
     check_text,
@@ -63,15 +63,9 @@ class RowOptions:
     batch: BatchOptions = dataclasses.field(default_factory=BatchOptions)
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec("fastapi") is None:
-            raise ConfigError(
-                "a batch needs the server's routes: pip install -e '.[server]' -c constraints.txt"
-            )
-        if self.batch.uses_ray and importlib.util.find_spec("ray") is None:
-            raise ConfigError(
-                "workers, ray_address and worker_options need Ray, which is not installed: "
-                "pip install -e '.[ray]' -c constraints.txt"
-            )
+        check_installed("server", "fastapi")  # a batch runs the server's routes
+        if self.batch.uses_ray:
+            check_installed("ray", "ray")
         config = Config(model=self.model, **self.engine_options)
         if named_adapters(self.batch.lora_modules, ()) and not config.enable_lora:
             raise ConfigError(

@@ -3,7 +3,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from nanovllm import demo_model
 from nanovllm.apps.lab.new import KINDS, summary, write_plugin
@@ -19,10 +19,12 @@ from nanovllm.options.flags import (
     add_own_and_engine_flags,
     given_fields,
 )
-from nanovllm.options.validation import check_place, listed, writing
-from nanovllm.utils.terminal import told, write
+from nanovllm.options.validation import check_installed, check_place, listed, writing
+from nanovllm.utils.terminal import write
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from nanovllm.apps.lab.check import Finding
 
 _NOT_OF_PROVE = {"output", "lora_modules"}
@@ -94,12 +96,13 @@ def _add_plan(commands: Subparsers) -> None:
 
 def calibrate(args: argparse.Namespace) -> int:
     """Measure an engine's steps on this machine, for `nanovllm lab plan`."""
+    check_installed("lab", "pydantic", "scipy")
     from nanovllm.apps.plan.calibrate import calibrate as measured
 
     how = CalibrateOptions(**given_fields(CalibrateOptions, args))
     check_place("output", how.output)
-    with told() as tell:
-        cost = measured(Config(**given_fields(Config, args)), how.seconds, tell)
+    with _progress() as progress:
+        cost = measured(Config(**given_fields(Config, args)), how.seconds, progress.set_description)
     with writing("output", how.output):
         cost.save(Path(how.output))
     median, high = cost.error
@@ -112,8 +115,9 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Say what users would feel: an engine's scheduler in virtual time, on many replicas."""
-    from nanovllm.apps.plan.page import page, table
+    check_installed("lab", "pydantic", "scipy", "matplotlib")
     from nanovllm.apps.plan.plan import plan as run_plan
+    from nanovllm.apps.plan.report import page, table
 
     how = PlanOptions(**given_fields(PlanOptions, args))
     objective = Objective(**given_fields(Objective, args))
@@ -121,19 +125,23 @@ def plan(args: argparse.Namespace) -> int:
     for name in ("output", "page"):
         if (path := getattr(how, name)) is not None:
             check_place(name, path)
-    with told() as tell:
-        outcomes = run_plan(how, requests, objective, tell)
+    with _progress() as progress:
+        outcomes = run_plan(how, requests, objective, progress.set_description)
     write(table(outcomes, objective))
     if how.output is not None:
-        _write_file("output", how.output, json.dumps(outcomes, indent=1))
+        with writing("output", how.output):
+            Path(how.output).write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
     if how.page is not None:
-        _write_file("page", how.page, page(outcomes, objective))
+        with writing("page", how.page):
+            Path(how.page).write_text(page(outcomes, objective), encoding="utf-8")
     return 0 if any(outcome["meets_slo"] for outcome in outcomes) else 1
 
 
-def _write_file(name: str, path: str, text: str) -> None:
-    with writing(name, path):
-        Path(path).write_text(text + "\n", encoding="utf-8")
+def _progress() -> "tqdm[NoReturn]":
+    """Return a line of standard error, if somebody reads it, that says how far a command is."""
+    from tqdm import tqdm
+
+    return tqdm(bar_format="{desc}", leave=False, disable=None)
 
 
 def check(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ is checked before it is loaded.
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
@@ -33,7 +32,7 @@ from nanovllm.errors import ConfigError, InvalidRequestError, NanoVLLMError, Ser
 from nanovllm.options.config import Config
 from nanovllm.options.flags import MAX_TOKENS, Parser, fields_of, given_fields
 from nanovllm.options.sampling_params import CHAT_SAMPLING, SamplingParams, chat_sampling
-from nanovllm.options.validation import check_place
+from nanovllm.options.validation import check_installed, check_place
 from nanovllm.utils.terminal import (
     OutputError,
     abandon,
@@ -151,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serve a model over HTTP with OpenAI's API."""
-    _need("server", "fastapi", "uvicorn")
+    check_installed("server", "fastapi", "uvicorn")
     if names_several(args.models) or given_fields(RouterOptions, args):
         from nanovllm.apps.router import serve as router
 
@@ -190,15 +189,6 @@ def _rendered(llm: "LLM", texts: list[str], args: argparse.Namespace) -> list[An
     ]
 
 
-def _need(extra: str, *packages: str) -> None:
-    """Raise ConfigError if a package of an extra is not installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{package} is not installed: pip install -e '.[{extra}]' -c constraints.txt"
-            )
-
-
 def _checked(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the given fields of Config and of SamplingParams, both checked."""
     options = {"model": args.model, **given_fields(Config, args)}
@@ -216,7 +206,7 @@ def _connect(args: argparse.Namespace, options: dict[str, Any], flags: dict[str,
     if engine:
         flag = engine[0].replace("_", "-")
         raise InvalidRequestError(f"--{flag} is for a model here; the server has its own options")
-    _need("client", "httpx")
+    check_installed("client", "httpx")
     from nanovllm.apps.cli import server_client
 
     server = server_client.find_server(args.url, args.api_key)

@@ -5,7 +5,6 @@ how it shares among users, and what an eviction order keeps, counted in runs wit
 the same each time; and the ways of `nanovllm prove`.
 """
 
-import importlib.util
 import itertools
 import linecache
 import random
@@ -20,6 +19,7 @@ from nanovllm.apps.prove import ProveOptions
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.options.validation import check_installed
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine
 
 _MOST_OVERTAKEN = 500
@@ -67,8 +67,7 @@ def check(
             refuses its options, or the ways of `nanovllm prove` show nothing.
         CheckpointError: the model cannot be found or read.
     """
-    if importlib.util.find_spec("hypothesis") is None:
-        raise ConfigError("hypothesis is not installed: pip install -e '.[lab]' -c constraints.txt")
+    check_installed("lab", "hypothesis")
     if not __debug__:
         raise ConfigError("python -O removes the assertions that are checked here: leave -O out")
     found: list[Finding] = []

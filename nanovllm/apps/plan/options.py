@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 from nanovllm.options.validation import (
-    check_choice,
     check_float,
     check_int,
     check_path,
@@ -20,8 +19,6 @@ from nanovllm.options.validation import (
 )
 
 MAX_REPLICAS = 10_000
-TRACES = ("azure", "burstgpt", "mooncake", "nanovllm")
-"""The forms of traces that are read."""
 OF_WORKERS = ("num_blocks", "max_num_batched_tokens", "max_model_len")
 """What a plan may change of what the workers found."""
 
@@ -53,9 +50,8 @@ class PlanOptions:
     replicas: Annotated[str, check_text] = "1"
     """How many replicas there are, or 1..64 to find the fewest that meet the objective."""
     trace: Annotated[str | None, check_path, "a file or None"] = None
-    """A file of requests; None makes them."""
-    trace_form: Annotated[str, check_choice, TRACES] = "nanovllm"
-    """The trace's form: azure, burstgpt, mooncake, or nanovllm, which is the server's log."""
+    """A file of requests: Azure's, BurstGPT's or Mooncake's trace, or the log of `nanovllm serve`;
+    None makes them."""
     speed: Annotated[float, check_float, 1e-6, 1e6] = 1.0
     """The trace's requests come so many times as fast."""
     acceptance: Annotated[float, check_float, 0.0, 1.0] = 0.7

@@ -5,12 +5,11 @@ Every source is an iterator in the order of arrival, so a million requests are n
 
 import csv
 import heapq
-import io
 import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -81,120 +80,121 @@ def made(options: MadeRequests) -> Iterator[PlannedRequest]:
             heapq.heappush(pending, (later, next(numbers), turn + 1, said, conversation))
 
 
-def read_trace(path: Path, form: str, speed: float) -> Iterator[PlannedRequest]:
-    """Yield the requests of a trace.
+def read_trace(path: Path, speed: float = 1.0) -> Iterator[PlannedRequest]:
+    """Yield the requests of a trace, whose form the first line shows: Azure's of 2023 and 2024 or
+    BurstGPT's, both CSV; Mooncake's JSON lines, whose hashes say which prefixes are equal; or the
+    log of `nanovllm serve`.
 
     Args:
-        form: Azure's of 2023 and 2024 (TIMESTAMP, ContextTokens, GeneratedTokens),
-            BurstGPT's (Timestamp, Request tokens, Response tokens, Session ID), both CSV;
-            Mooncake's JSON lines (timestamp, input_length, output_length, hash_ids); or the log
-            of `nanovllm serve`.
         speed: requests come so many times as fast.
 
     Raises:
         ConfigError: the file cannot be read, or a row is wrong; it names the row.
     """
-    rows = {"azure": _azure, "burstgpt": _burstgpt, "mooncake": _mooncake, "nanovllm": _log}[form]
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            read = next((read for mark, read in _FORMS.items() if mark in head), _log)
+            rows: Iterable[Any] = csv.DictReader(file) if read in (_azure, _burstgpt) else file
+            found = _read(path, rows, read)
             first: float | None = None
             last = 0.0
-            for number, request in enumerate(_numbered(path, file, rows), 1):
+            for request in _sorted(found) if read is _log else found:
                 first = request.arrival if first is None else first
                 arrival = (request.arrival - first) / speed
                 if arrival < last:
                     raise ConfigError(
-                        f"{path}: request {number} comes before the one above it: sort the rows "
-                        "by time"
+                        f"{path}: a request at {request.arrival:g} s comes before the one above "
+                        "it: sort the rows by time"
                     )
                 last = arrival
                 yield request._replace(arrival=arrival)
             if first is None:
-                raise ConfigError(f"{path} has no request")
+                raise ConfigError(f"{path} has no request of a form that is known")
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error}") from error
 
 
-def _numbered(
-    path: Path, file: io.TextIOBase, rows: Callable[[io.TextIOBase], Iterator[Any]]
-) -> Iterator[PlannedRequest]:
-    """Yield the requests of a file; an error names the row."""
-    found = rows(file)
-    for row in count(1):
+_Read = Callable[[int, Any], PlannedRequest | None]
+
+
+def _read(path: Path, rows: Iterable[Any], read: _Read) -> Iterator[PlannedRequest]:
+    """Yield the requests of a file's rows; an error names the row."""
+    for number, row in enumerate(rows, 1):
         try:
-            request = next(found)
-        except StopIteration:
-            return
+            request = read(number, row)
         except (KeyError, ValueError, TypeError) as error:
             what = f"no column {error}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{path}: row {row}: {what}") from error
+            raise ConfigError(f"{path}: row {number}: {what}") from error
         if request is not None:
             yield request
 
 
-def _azure(file: io.TextIOBase) -> Iterator[PlannedRequest]:
-    for number, row in enumerate(csv.DictReader(file)):
-        text = re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"].strip())
-        when = datetime.fromisoformat(text)
-        when = when if when.tzinfo else when.replace(tzinfo=UTC)
-        yield _alone(number, when.timestamp(), row["ContextTokens"], row["GeneratedTokens"])
+def _azure(number: int, row: Any) -> PlannedRequest:
+    text = re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"].strip())
+    when = datetime.fromisoformat(text)
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return _alone(number, when.timestamp(), row["ContextTokens"], row["GeneratedTokens"])
 
 
-def _burstgpt(file: io.TextIOBase) -> Iterator[PlannedRequest | None]:
-    for number, row in enumerate(csv.DictReader(file)):
-        session = row.get("Session ID") or ""
-        if int(row["Response tokens"]) == 0:  # it failed
-            yield None
-            continue
-        found = _alone(number, row["Timestamp"], row["Request tokens"], row["Response tokens"])
-        yield found._replace(conversation=session or found.conversation)
+def _burstgpt(number: int, row: Any) -> PlannedRequest | None:
+    if int(row["Response tokens"]) == 0:  # it failed
+        return None
+    found = _alone(number, row["Timestamp"], row["Request tokens"], row["Response tokens"])
+    return found._replace(conversation=row.get("Session ID") or found.conversation)
 
 
-def _mooncake(file: io.TextIOBase) -> Iterator[PlannedRequest]:
-    for line in file:
-        row = json.loads(line)
-        length = _positive("input_length", row["input_length"])
-        hashes = row["hash_ids"]
-        if len(hashes) != -(-length // MOONCAKE_BLOCK):
-            raise ValueError(f"{len(hashes)} hash_ids for {length} tokens, {MOONCAKE_BLOCK} each")
-        ends = (*[MOONCAKE_BLOCK] * (len(hashes) - 1), (length - 1) % MOONCAKE_BLOCK + 1)
-        prompt = tuple(Run(int(each) + 1, size) for each, size in zip(hashes, ends, strict=True))
-        output = _positive("output_length", row["output_length"])
-        conversation = str(hashes[min(len(hashes), 2) - 1])
-        yield PlannedRequest(float(row["timestamp"]) / 1000, prompt, output, conversation)
+def _mooncake(number: int, line: Any) -> PlannedRequest:
+    row = json.loads(line)
+    length = _positive("input_length", row["input_length"])
+    hashes = row["hash_ids"]
+    if len(hashes) != -(-length // MOONCAKE_BLOCK):
+        raise ValueError(f"{len(hashes)} hash_ids for {length} tokens, {MOONCAKE_BLOCK} each")
+    ends = (*[MOONCAKE_BLOCK] * (len(hashes) - 1), (length - 1) % MOONCAKE_BLOCK + 1)
+    prompt = tuple(Run(int(each) + 1, size) for each, size in zip(hashes, ends, strict=True))
+    output = _positive("output_length", row["output_length"])
+    conversation = str(hashes[min(len(hashes), 2) - 1])
+    return PlannedRequest(float(row["timestamp"]) / 1000, prompt, output, conversation)
 
 
+def _log(number: int, line: Any) -> PlannedRequest | None:
+    if line.startswith("{"):
+        fields = json.loads(line)
+        found = fields.get("request", {})
+        written = fields.get("time", "").replace("Z", "+00:00")
+    else:
+        found = dict(re.findall(r"(\w+)=(\S+)", line))
+        written = line[:23].replace(",", ".")
+    if int(found.get("output_tokens", 0)) == 0:
+        return None  # it is no request, or got nothing
+    arrival = datetime.fromisoformat(written).timestamp() - float(found["duration"])
+    return _alone(number, arrival, found["prompt_tokens"], found["output_tokens"])
+
+
+_FORMS: dict[str, _Read] = {
+    "ContextTokens": _azure,
+    "Request tokens": _burstgpt,
+    "input_length": _mooncake,
+}
+"""By what the first line of a trace has."""
 _LONGEST = 3600.0
 """A line of the log is written when a request ends, and is put back by so many seconds at most."""
-_FIELD = re.compile(r"(\w+)=(\S+)")
 
 
-def _log(file: io.TextIOBase) -> Iterator[PlannedRequest | None]:
-    waiting: list[tuple[float, int, PlannedRequest]] = []
-    for number, line in enumerate(file):
-        if line.startswith("{"):
-            fields = json.loads(line)
-            found = fields.get("request", {})
-            written = fields["time"].replace("Z", "+00:00")
-        else:
-            found = dict(_FIELD.findall(line))
-            written = line[:23].replace(",", ".")
-        if int(found.get("output_tokens", 0)) == 0:
-            yield None  # it is no request, or got nothing
-            continue
-        ended = datetime.fromisoformat(written).timestamp()
-        arrival = ended - float(found["duration"])
-        one = _alone(number, arrival, found["prompt_tokens"], found["output_tokens"])
-        heapq.heappush(waiting, (arrival, number, one))
-        while waiting[0][0] < ended - _LONGEST:
-            yield heapq.heappop(waiting)[-1]
+def _sorted(requests: Iterable[PlannedRequest]) -> Iterator[PlannedRequest]:
+    waiting: list[PlannedRequest] = []
+    for request in requests:
+        heapq.heappush(waiting, request)
+        while waiting[0].arrival < request.arrival - _LONGEST:
+            yield heapq.heappop(waiting)
     while waiting:
-        yield heapq.heappop(waiting)[-1]
+        yield heapq.heappop(waiting)
 
 
 def _alone(number: int, arrival: Any, prompt: Any, output: Any) -> PlannedRequest:
     """Return a request that shares no prefix."""
-    runs = (Run(number + 1, _positive("the prompt's length", prompt)),)
+    runs = (Run(number, _positive("the prompt's length", prompt)),)
     output = _positive("the output's length", output)
     return PlannedRequest(float(arrival), runs, output, str(number))
 

@@ -1,45 +1,39 @@
-"""An engine in virtual time, and many of them behind the frontend's choice of a replica.
+"""An engine in virtual time.
 
-The scheduler, its pool and its policies are the engine's own objects. The worker is a `StepCost`,
-and the tokens are what the request says. So a simulated engine schedules what a real one does, step
-for step, and only the time is an estimate.
+The scheduler, its pool and its policies are the engine's own objects. What a step costs is an
+estimate, and its tokens are what the request says. So a simulated engine schedules what a real one
+does, step for step.
 """
 
-import heapq
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
 
 from nanovllm.apps.plan.planned_requests import PlannedRequest
-from nanovllm.apps.plan.step_cost import StepCost
-from nanovllm.core.messages import Loaded, RowDetails, Schedule, StepResult
+from nanovllm.apps.plan.step_cost import StepCost, work_of
+from nanovllm.core.messages import Loaded, Row, RowDetails, Schedule, StepResult, Transfers
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.worker_info import TierInfo
 from nanovllm.errors import ConfigError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.step_loop import StepLoop
 
 _NO_TOKENS: list[int] = []
 
 
-class Answered(NamedTuple):
-    """A request that has ended; times are in seconds from the first arrival."""
+@dataclass(slots=True, eq=False)
+class Answering:
+    """A request that runs; times are in seconds from the first arrival."""
 
-    request: PlannedRequest
-    first: float
-    """When its first token came."""
-    end: float
-    num_output: int
-    num_cached: int
-    """Tokens of its prompt that were in the prefix cache."""
-
-
-class _Running(NamedTuple):
     request: PlannedRequest
     output: Iterator[list[int]]
     """What its steps sample, a token each."""
+    first: float | None = None
+    """When its first token came."""
 
 
 class Replica:
@@ -47,19 +41,22 @@ class Replica:
 
     Args:
         scheduler: the engine's, which nothing else calls.
+        ended: is told of each request that has ended, with its sequence and the time.
         queue_depth: as `LLMEngine.queue_depth`.
-        acceptance: how likely a draft token is right, behind those before it.
-        ended: is told of each request that has ended.
+        drafts: how many drafts are proposed for a row, and how many of them are right.
+        loads: given what a step moves and when it begins, which loads have ended, and when the step
+            may end.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         cost: StepCost,
-        ended: Callable[[Answered], object],
+        ended: Callable[[Answering, Sequence, float], object],
         *,
         queue_depth: int = 0,
-        acceptance: float = 0.0,
+        drafts: Callable[[Row], tuple[int, int]] | None = None,
+        loads: Callable[[Transfers, float], tuple[list[Loaded], float]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = math.inf
@@ -71,16 +68,15 @@ class Replica:
         """Blocks in use, times seconds."""
         self._cost = cost
         self._ended = ended
-        self._queue_depth = queue_depth
-        self._acceptance = acceptance
-        self._random = random.Random(0)
-        self._in_flight: deque[tuple[Schedule, float]] = deque()  # with the steps' ends
-        self._inbox: deque[tuple[PlannedRequest, Iterator[list[int]] | None]] = deque()
-        self._running: dict[int, _Running] = {}
-        self._firsts: dict[int, float] = {}
-        self._loads: list[tuple[float, Loaded]] = []  # in flight, with their ends
-        self._num_added = 0
+        self._runs_ahead = queue_depth > 0
+        self._drafts = drafts or random_drafts(0.0)
+        self._loads = loads or timed_loads(cost.info.tiers)
+        self._loop = StepLoop(scheduler, self._execute, queue_depth)
+        self._ends: deque[float] = deque()  # of the steps in flight
         self._device_free = 0.0
+        self._inbox: deque[tuple[PlannedRequest, Iterator[list[int]]]] = deque()
+        self._running: dict[int, Answering] = {}
+        self._num_added = 0
 
     def add(self, request: PlannedRequest, output: Iterable[int] | None = None) -> None:
         """Give the engine a request, which it sees in its next turn.
@@ -88,7 +84,7 @@ class Replica:
         Args:
             output: its tokens, if they count.
         """
-        tokens = None if output is None else ([token] for token in output)
+        tokens = repeat([request.output_token]) if output is None else ([t] for t in output)
         self._inbox.append((request, tokens))
         self.num_requests += 1
         if self.clock == math.inf:
@@ -105,9 +101,10 @@ class Replica:
         begin = self.clock
         schedule = self.scheduler.schedule()
         if schedule is not None:
-            self._launch(schedule)
-        if self._in_flight and (schedule is None or len(self._in_flight) > self._queue_depth):
-            self._retire(*self._in_flight.popleft())
+            self._loop.launch(schedule)
+        if self._loop.is_due(schedule):
+            self.clock = max(begin, self._ends.popleft())
+            self._retire(self.clock - begin)
         elif schedule is None:
             self.clock = self._inbox[0][0].arrival if self._inbox else math.inf
             return None
@@ -117,7 +114,7 @@ class Replica:
         self.block_seconds += used * (self.clock - begin)
         return schedule
 
-    def _queue(self, request: PlannedRequest, output: Iterator[list[int]] | None) -> None:
+    def _queue(self, request: PlannedRequest, output: Iterator[list[int]]) -> None:
         token_ids = request.token_ids
         limit = self.scheduler.max_model_len
         if len(token_ids) + request.num_output > limit:
@@ -128,99 +125,72 @@ class Replica:
             )
         params = SamplingParams(max_tokens=request.num_output, ignore_eos=True)
         seq = Sequence(self._num_added, token_ids, params)
-        self._running[seq.seq_id] = _Running(request, output or repeat([request.output_token]))
+        self._running[seq.seq_id] = Answering(request, output)
         self._num_added += 1
         self.scheduler.add(seq)
 
-    def _launch(self, schedule: Schedule) -> None:
+    def _execute(self, schedule: Schedule) -> StepResult:
         begin = max(self.clock, self._device_free)
-        end = begin + self._cost.of_schedule(schedule)
-        if schedule.transfers is not None:
-            for load in schedule.transfers.loads:
-                seconds = self._load_seconds(sum(len(part.pages) for part in load.parts))
-                loaded = Loaded(load.load_id, len(load.parts), seconds)
-                self._loads.append((begin + seconds, loaded))
-            if schedule.transfers.awaited and self._loads:
-                end = max(end, self._loads[0][0])
+        loaded, end = self._loads(schedule.transfers, begin) if schedule.transfers else ([], begin)
+        end = max(end, begin + self._cost.seconds(work_of(schedule.rows)))
         self._device_free = end
-        self._in_flight.append((schedule, end))
-
-    def _load_seconds(self, num_pages: int) -> float:
-        tiers = self._cost.info.tiers
-        return 0.0 if tiers is None else num_pages * tiers.page_seconds
-
-    def _retire(self, schedule: Schedule, end: float) -> None:
-        begin = self.clock
-        self.clock = max(begin, end)
+        self._ends.append(end)
         running = self._running
         token_ids = [
             next(running[row.seq_id].output) if row.samples else _NO_TOKENS for row in schedule.rows
         ]
-        result = StepResult(schedule.step_id, token_ids, seconds=self.clock - begin)
+        result = StepResult(schedule.step_id, token_ids, seconds=end - begin, loaded=loaded)
         if schedule.may_draft:
-            self._accept(schedule, result)
-        while self._loads and self._loads[0][0] <= self.clock:
-            result.loaded.append(self._loads.pop(0)[1])
-        firsts = self._firsts
-        for seq in self.scheduler.update(schedule, result):
-            if seq.seq_id not in firsts:
-                firsts[seq.seq_id] = self.clock
-            if seq.output.finish_reason is not None:
-                self._end(seq)
-        if self.scheduler.drafting is not None:
-            elapsed = None if self._queue_depth else self.clock - begin
-            self.scheduler.drafting.settle(schedule, result, elapsed)
+            self._verify_drafts(schedule, result)
+        return result
 
-    def _accept(self, schedule: Schedule, result: StepResult) -> None:
-        """Draw how many drafts of each row are right."""
+    def _verify_drafts(self, schedule: Schedule, result: StepResult) -> None:
         for index, row in enumerate(schedule.rows):
-            tokens = result.token_ids[index]
             if row.num_draft_tokens:
+                num_proposed, num_right = self._drafts(row)
                 output = self._running[row.seq_id].output
-                for _ in range(row.num_draft_tokens):
-                    if self._random.random() >= self._acceptance:
-                        break
-                    tokens = tokens + next(output)
-                result.token_ids[index] = tokens
-                result.details[row.seq_id] = RowDetails(row.num_draft_tokens)
+                more = [next(output)[0] for _ in range(num_right)]
+                result.token_ids[index] = result.token_ids[index] + more
+                result.details[row.seq_id] = RowDetails(num_proposed)
 
-    def _end(self, seq: Sequence) -> None:
-        first = self._firsts.pop(seq.seq_id)
-        request = self._running.pop(seq.seq_id).request
-        self.num_requests -= 1
-        cached = seq.num_cached_tokens or 0
-        self._ended(Answered(request, first, self.clock, seq.num_output_tokens, cached))
+    def _retire(self, elapsed: float) -> None:
+        for seq in self._loop.retire(None if self._runs_ahead else elapsed):
+            answering = self._running[seq.seq_id]
+            if answering.first is None:
+                answering.first = self.clock
+            if seq.output.finish_reason is not None:
+                del self._running[seq.seq_id]
+                self.num_requests -= 1
+                self._ended(answering, seq, self.clock)
 
 
-def run(
-    requests: Iterable[PlannedRequest],
-    replicas: list[Replica],
-    choose: Callable[[str, dict[str, int]], str],
-) -> None:
-    """Let the replicas answer the requests, each where `choose` says; it gets the conversation and
-    how many requests each replica has, by its name, which is its place in the list.
+def random_drafts(acceptance: float, seed: int = 0) -> Callable[[Row], tuple[int, int]]:
+    """Return what proposes all drafts that a row may have, each right with a probability, if those
+    before it are.
     """
-    turns: list[tuple[float, int]] = []  # of the replicas that have something to do
-    loads = {str(number): 0 for number in range(len(replicas))}
+    rng = random.Random(seed)
 
-    def advance(until: float) -> None:
-        while turns and turns[0][0] < until:
-            number = turns[0][1]
-            replica = replicas[number]
-            replica.turn()
-            loads[str(number)] = replica.num_requests
-            if replica.clock == math.inf:
-                heapq.heappop(turns)
-            else:
-                heapq.heapreplace(turns, (replica.clock, number))
+    def drafts(row: Row) -> tuple[int, int]:
+        most = row.num_draft_tokens
+        return most, next((n for n in range(most) if rng.random() >= acceptance), most)
 
-    for request in requests:
-        advance(request.arrival)
-        name = choose(request.conversation, loads) if len(replicas) > 1 else "0"
-        replica = replicas[int(name)]
-        was_idle = replica.clock == math.inf
-        replica.add(request)
-        loads[name] += 1
-        if was_idle:
-            heapq.heappush(turns, (replica.clock, int(name)))
-    advance(math.inf)
+    return drafts
+
+
+def timed_loads(tiers: TierInfo | None) -> Callable[[Transfers, float], tuple[list[Loaded], float]]:
+    """Return what loads pages one after the other, from host memory."""
+    page_seconds = 0.0 if tiers is None else tiers.page_seconds
+    in_flight: deque[tuple[float, Loaded]] = deque()  # with their ends
+
+    def loads(transfers: Transfers, begin: float) -> tuple[list[Loaded], float]:
+        for load in transfers.loads:
+            seconds = page_seconds * sum(len(part.pages) for part in load.parts)
+            start = max(begin, in_flight[-1][0]) if in_flight else begin
+            in_flight.append((start + seconds, Loaded(load.load_id, len(load.parts), seconds)))
+        end = max(begin, in_flight[0][0]) if transfers.awaited and in_flight else begin
+        loaded = []
+        while in_flight and in_flight[0][0] <= end:
+            loaded.append(in_flight.popleft()[1])
+        return loaded, end
+
+    return loads

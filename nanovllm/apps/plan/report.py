@@ -1,26 +1,20 @@
-"""What a plan answers: how long requests wait, and how many replicas an objective takes."""
+"""What a plan answers: what requests got, as a table and as one HTML page that explains itself."""
 
+import html
+import io
+import json
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanovllm.apps.plan.options import Objective
-from nanovllm.apps.plan.replica import Answered, Replica
+from nanovllm.apps.plan.replica import Answering, Replica
+from nanovllm.core.sequence import Sequence
+from nanovllm.options.validation import listed
 
-
-class Spread(NamedTuple):
-    """The median and two high percentiles, in seconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-def spread_of(values: "array[float]") -> Spread:
-    """Return the percentiles of some seconds; 0 if there are none."""
-    found = np.quantile(np.frombuffer(values), (0.5, 0.9, 0.99)) if values else np.zeros(3)
-    return Spread(*found.tolist())
+Outcome = dict[str, Any]
 
 
 class Answers:
@@ -28,48 +22,157 @@ class Answers:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        self.ttft = array("d")
-        self.tpot = array("d")
-        self.e2e = array("d")
+        self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
         self.num_good = self.num_tokens = self.num_cached = self.num_prompt = 0
-        self.end = 0.0
+        self.num_blocks = self.num_preemptions = self.num_replicas = 0
+        self.busy_seconds = self.block_seconds = self.end = 0.0
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answering: Answering, seq: Sequence, end: float) -> None:
         """Note a request that has ended."""
-        request, first, end, num_output, num_cached = answered
-        ttft = first - request.arrival
-        self.ttft.append(ttft)
-        self.e2e.append(end - request.arrival)
-        tpot = 0.0
-        if num_output > 1:
-            tpot = (end - first) / (num_output - 1)
+        first, arrival = answering.first or 0.0, answering.request.arrival
+        tpot = (end - first) / max(seq.num_output_tokens - 1, 1)
+        self.ttft.append(first - arrival)
+        self.e2e.append(end - arrival)
+        if seq.num_output_tokens > 1:
             self.tpot.append(tpot)
-        self.num_good += ttft <= self.objective.slo_ttft and tpot <= self.objective.slo_tpot
-        self.num_tokens += num_output
-        self.num_cached += num_cached
-        self.num_prompt += sum(run.length for run in request.prompt)
+        good = first - arrival <= self.objective.slo_ttft and tpot <= self.objective.slo_tpot
+        self.num_good += good
+        self.num_tokens += seq.num_output_tokens
+        self.num_cached += seq.num_cached_tokens or 0
+        self.num_prompt += seq.num_prompt_tokens
         self.end = max(self.end, end)
 
-    def outcome(self, replicas: list[Replica]) -> dict[str, Any]:
-        """Return the answers as plain values."""
+    def add_replica(self, replica: Replica) -> None:
+        """Note a replica at the end of the run."""
+        self.num_replicas += 1
+        self.num_blocks += len(replica.scheduler.block_manager.blocks)
+        self.num_preemptions += replica.scheduler.stats.num_preemptions
+        self.busy_seconds += replica.busy_seconds
+        self.block_seconds += replica.block_seconds
+
+    def merge(self, other: "Answers") -> None:
+        """Add what another part of the run has noted."""
+        end = max(self.end, other.end)
+        for name, value in vars(other).items():
+            if name != "objective":
+                setattr(self, name, getattr(self, name) + value)
+        self.end = end
+
+    def outcome(self) -> Outcome:
+        """Return the answers as plain values; times are in seconds."""
         num_requests = len(self.ttft)
         seconds = max(self.end, 1e-9)
-        blocks = sum(len(each.scheduler.block_manager.blocks) for each in replicas)
-        good = self.num_good / max(num_requests, 1)
         return {
-            "replicas": len(replicas),
             "requests": num_requests,
             "seconds": seconds,
-            "requests_per_second": num_requests / seconds,
-            "output_tokens_per_second": self.num_tokens / seconds,
-            "ttft": spread_of(self.ttft)._asdict(),
-            "tpot": spread_of(self.tpot)._asdict(),
-            "e2e": spread_of(self.e2e)._asdict(),
-            "good_share": good,
+            "ttft": _percentiles(self.ttft),
+            "tpot": _percentiles(self.tpot),
+            "e2e": _percentiles(self.e2e),
+            "good_share": self.num_good / num_requests,
+            "meets_slo": self.num_good >= self.objective.slo_share * num_requests,
             "goodput": self.num_good / seconds,
-            "meets_slo": good >= self.objective.slo_share,
-            "busy": sum(each.busy_seconds for each in replicas) / seconds / len(replicas),
-            "kv_used": sum(each.block_seconds for each in replicas) / seconds / blocks,
-            "cached_share": self.num_cached / max(self.num_prompt, 1),
-            "preemptions": sum(each.scheduler.stats.num_preemptions for each in replicas),
+            "output_tokens_per_second": self.num_tokens / seconds,
+            "busy": self.busy_seconds / seconds / self.num_replicas,
+            "kv_used": self.block_seconds / seconds / self.num_blocks,
+            "cached_share": self.num_cached / self.num_prompt,
+            "preemptions": self.num_preemptions,
         }
+
+
+def _percentiles(values: "array[float]") -> dict[str, float]:
+    found = np.quantile(np.frombuffer(values), (0.5, 0.9, 0.99)) if values else np.zeros(3)
+    return dict(zip(("p50", "p90", "p99"), found.tolist(), strict=True))
+
+
+class Figure(NamedTuple):
+    """A figure of an outcome, as a table and a plot show it."""
+
+    name: str
+    about: str
+    value: Callable[[Outcome], float]
+    form: str
+
+
+FIGURES = [
+    Figure("TTFT p50", "seconds to the first token, median", lambda o: o["ttft"]["p50"], ".3f"),
+    Figure("TTFT p99", "the same, of the slowest hundredth", lambda o: o["ttft"]["p99"], ".3f"),
+    Figure("TPOT p50", "seconds per further token, median", lambda o: o["tpot"]["p50"], ".4f"),
+    Figure("TPOT p99", "the same, of the slowest hundredth", lambda o: o["tpot"]["p99"], ".4f"),
+    Figure("whole p50", "seconds of a whole request, median", lambda o: o["e2e"]["p50"], ".2f"),
+    Figure("good", "share of requests within the objective", lambda o: o["good_share"], ".1%"),
+    Figure("goodput", "such requests a second", lambda o: o["goodput"], ".2f"),
+    Figure("tokens/s", "output tokens a second", lambda o: o["output_tokens_per_second"], ".0f"),
+    Figure("busy", "share of the time in which replicas compute", lambda o: o["busy"], ".0%"),
+    Figure("KV used", "mean share of the KV pool in use", lambda o: o["kv_used"], ".0%"),
+    Figure("hits", "share of prompts' tokens found in a cache", lambda o: o["cached_share"], ".0%"),
+    Figure("preempted", "times a sequence lost its KV", lambda o: o["preemptions"], ".0f"),
+]
+
+
+def _rows(outcomes: list[Outcome]) -> list[list[str]]:
+    rows = [["options", "replicas", *(figure.name for figure in FIGURES)]]
+    for outcome in outcomes:
+        figures = (format(figure.value(outcome), figure.form) for figure in FIGURES)
+        rows.append([_name(outcome), str(outcome["replicas"]), *figures])
+    return rows
+
+
+def _name(outcome: Outcome) -> str:
+    options = [f"{name}={value}" for name, value in outcome["options"].items()]
+    return listed(options, 4) if options else "as calibrated"
+
+
+def _by_options(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    names = dict.fromkeys(map(_name, outcomes))
+    return {name: [each for each in outcomes if _name(each) == name] for name in names}
+
+
+def table(outcomes: list[Outcome], objective: Objective) -> str:
+    """Return the outcomes as lines for a terminal."""
+    rows = _rows(outcomes)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    lines.append(
+        f"{outcomes[0]['requests']} requests in {outcomes[0]['seconds']:.0f} s. Good: TTFT up to "
+        f"{objective.slo_ttft:g} s and {objective.slo_tpot:g} s a token, "
+        f"{objective.slo_share:.1%} of the requests."
+    )
+    for name, own in _by_options(outcomes).items():
+        good = [outcome["replicas"] for outcome in own if outcome["meets_slo"]]
+        if good:
+            found = f"{min(good)} replicas meet the objective"
+        else:
+            found = (
+                f"{own[-1]['replicas']} replicas do not meet the objective: "
+                f"{own[-1]['good_share']:.1%} of the requests are good; try more replicas, or a "
+                "looser objective"
+            )
+        lines.append(f"{name}: {found}.")
+    return "\n".join(lines) + "\n"
+
+
+def page(outcomes: list[Outcome], objective: Objective) -> str:
+    """Return the outcomes as a page without scripts."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(14, 9), layout="constrained")
+    for axes, figure in zip(canvas.subplots(3, 4).flat, FIGURES, strict=True):
+        for name, own in _by_options(outcomes).items():
+            replicas, values = [o["replicas"] for o in own], [figure.value(o) for o in own]
+            axes.plot(replicas, values, marker="o", label=name)
+        axes.set(title=figure.about, xlabel="replicas", ylabel=figure.name, ylim=(0, None))
+    canvas.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
+    drawn = io.StringIO()
+    canvas.savefig(drawn, format="svg")
+    head, *rows = (map(html.escape, row) for row in _rows(outcomes))
+    cells = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
+    words = html.escape(table(outcomes, objective).splitlines()[-1])
+    return (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>nanovllm lab plan</title>"
+        "<style>body{font:16px system-ui;margin:2em}td,th{padding:.3em;text-align:right}</style>"
+        f"<h1>What users would feel</h1><p>{words}</p><p>Each row is a run of the engine's own "
+        "scheduler in virtual time; how long its steps take was measured. It does not see the "
+        f"network, failures, or what else runs on a machine.</p><table><tr><th>{'<th>'.join(head)}"
+        f"{cells}</table>{drawn.getvalue()}<details><summary>As JSON</summary><pre>"
+        f"{html.escape(json.dumps(outcomes, indent=1))}</pre></details></html>"
+    )

@@ -73,7 +73,7 @@ class RankVision(WorkerHook):
             config.layer_weights,
             self._token_weights,
             self.tower.output_size * self._dtype.itemsize,
-            frozenset((*config.convolved, *config.windowed)),
+            (*config.convolved, *config.windowed),
         )
         return dataclasses.replace(info, encoder=encoder)
 

@@ -1,0 +1,181 @@
+"""How near is `nanovllm lab plan` to a real server? Calibrates, then sends the same requests at the
+same moments to `nanovllm serve` and to a replica in virtual time, and prints what both got.
+
+A workload runs at shares of the rate at which the replica is saturated. The client runs on the same
+machine, and what HTTP takes there counts for the server alone.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+
+from benchmarks.harness import Table, loadable, make_parser
+from nanovllm.apps.plan.calibrate import calibrate
+from nanovllm.apps.plan.fleet import Fleet
+from nanovllm.apps.plan.options import MadeRequests, Objective
+from nanovllm.apps.plan.planned_requests import PlannedRequest, made
+from nanovllm.apps.plan.report import Outcome
+from nanovllm.apps.plan.step_cost import StepCost
+from nanovllm.options.config import Config
+
+WORKLOADS = {
+    "chat": MadeRequests(prompt_len=120, output_len=48),
+    "documents": MadeRequests(prompt_len=700, output_len=24, spread=0.4),
+    "bursts": MadeRequests(prompt_len=120, output_len=48, burstiness=6.0),
+    "conversations": MadeRequests(
+        prompt_len=60, output_len=32, shared_len=200, num_groups=2, num_turns=3, think_seconds=8.0
+    ),
+}
+SHARES = (0.3, 0.6, 0.9)
+PORT = 8731
+FIGURES = [(name, which) for which in ("p50", "p99") for name in ("ttft", "tpot")]
+
+
+class Got(NamedTuple):
+    """What a request got; times are in seconds."""
+
+    ttft: float
+    tpot: float
+    token_ids: list[int]
+
+
+def simulated(cost: StepCost, requests: list[PlannedRequest]) -> Outcome:
+    """Return what a replica in virtual time answers."""
+    return Fleet(Config(**cost.options), cost.info, cost, Objective()).outcome(requests, 1)
+
+
+@contextlib.contextmanager
+def server(model: str, load_format: str, options: list[str]) -> Iterator[httpx.AsyncClient]:
+    """Run `nanovllm serve`; yield a client of it."""
+    command = [sys.executable, "-m", "nanovllm", "serve", model, "--port", str(PORT)]
+    command += ["--load-format", load_format, *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{PORT}/health").is_success:
+                    break
+            if process.poll() is not None:
+                sys.exit(f"planned.py: {' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.2)
+        limits = httpx.Limits(max_connections=None)
+        yield httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{PORT}", timeout=None, limits=limits, trust_env=False
+        )
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def send(client: httpx.AsyncClient, prompt: list[int], num_output: int) -> Got:
+    """Send a request; return what it got."""
+    body = {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": num_output,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    start = first = last = time.perf_counter()
+    token_ids: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if not response.is_success:
+            raise SystemExit(f"planned.py: {await response.aread()!r:.500}")
+        async for line in response.aiter_lines():
+            if '"token_ids":[' in line.replace(" ", ""):
+                last = time.perf_counter()
+                first = first if token_ids else last
+                found = line.replace(" ", "").rpartition('"token_ids":[')[2].partition("]")[0]
+                token_ids += [int(each) for each in found.split(",") if each]
+    return Got(first - start, (last - first) / max(len(token_ids) - 1, 1), token_ids)
+
+
+async def replay(
+    client: httpx.AsyncClient, requests: list[PlannedRequest], vocab_size: int
+) -> list[Got]:
+    """Send requests at their moments. What an earlier turn was answered is in the next prompt."""
+    said: dict[int, list[int]] = {}
+    start = time.perf_counter()
+
+    def tokens_of(token_id: int, length: int) -> list[int]:
+        rng = random.Random(token_id)
+        made_up = [rng.randrange(vocab_size) for _ in range(length)]
+        return (said.get(token_id, []) + made_up)[:length]
+
+    async def ask(request: PlannedRequest) -> Got:
+        await asyncio.sleep(start + request.arrival - time.perf_counter())
+        prompt = [token for each in request.prompt for token in tokens_of(*each)]
+        got = await send(client, prompt, request.num_output)
+        assert len(got.token_ids) == request.num_output, (len(got.token_ids), request)
+        said[request.output_token] = got.token_ids
+        return got
+
+    return await asyncio.gather(*map(ask, requests))
+
+
+def main(args: argparse.Namespace) -> None:
+    """Compare both, workload by workload."""
+    table = Table(
+        "workload", "load", "requests", *(f"{n} {w}, real / plan, s" for n, w in FIGURES), "ratios"
+    )
+    options: dict[str, Any] = {"max_model_len": args.max_model_len}
+    flags = [f"--max-model-len={args.max_model_len}"]
+    if args.quantization:
+        options["quantization"] = args.quantization
+        flags.append(f"--quantization={args.quantization}")
+    with loadable(args.model) as (model, load_format):
+        if args.cost and Path(args.cost).exists():
+            cost = StepCost.load(Path(args.cost))
+        else:
+            config = Config(model=model, load_format=load_format, **options)
+            cost = calibrate(config, args.seconds, lambda words: None)
+            if args.cost:
+                cost.save(Path(args.cost))
+        print(f"{cost.source}; held-out steps are off by {cost.error[0]:.1%}, {cost.error[1]:.1%}")
+        with server(model, load_format, flags) as client, asyncio.Runner() as runner:
+            for name in args.workloads.split(","):
+                workload = WORKLOADS[name]
+                flood = list(made(replace(workload, num_requests=300, rate=1e5)))
+                most = 300 / simulated(cost, flood)["seconds"]
+                for share in map(float, args.shares.split(",")):
+                    count = max(20, round(share * most * args.minutes * 60))
+                    chosen = replace(workload, num_requests=count, rate=share * most, seed=count)
+                    requests = list(made(chosen))
+                    vocab_size = min(cost.info.vocab_size, 50000)
+                    got = runner.run(replay(client, requests, vocab_size))
+                    plan = simulated(cost, requests)
+                    times: dict[str, list[float]] = {
+                        "ttft": [each.ttft for each in got],
+                        "tpot": [each.tpot for each in got if len(each.token_ids) > 1],
+                    }
+                    pairs = [
+                        (float(np.quantile(times[n], float(w[1:]) / 100)), plan[n][w])
+                        for n, w in FIGURES
+                    ]
+                    shown = [f"{real:.3f} / {planned:.3f}" for real, planned in pairs]
+                    ratios = ", ".join(f"{planned / real:.2f}" for real, planned in pairs)
+                    table.row(name, f"{share:.0%}", count, *shown, ratios)
+
+
+if __name__ == "__main__":
+    parser = make_parser("planned", __doc__, rounds=None)
+    parser.add_argument("--cost", help="file of nanovllm lab calibrate; written if there is none")
+    parser.add_argument("--seconds", type=float, default=110.0, help="to calibrate")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of each load")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--quantization")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    main(parser.parse_args())
