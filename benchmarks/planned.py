@@ -59,7 +59,7 @@ def simulated(cost: StepCost, requests: list[PlannedRequest]) -> Outcome:
 def server(model: str, load_format: str, options: list[str]) -> Iterator[httpx.AsyncClient]:
     """Run `nanovllm serve`; yield a client of it."""
     command = [sys.executable, "-m", "nanovllm", "serve", model, "--port", str(PORT)]
-    command += ["--load-format", load_format, *options]
+    command += ["--load-format", load_format, "--served-model-name", "default", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while True:
@@ -107,10 +107,11 @@ async def replay(
 ) -> list[Got]:
     """Send requests at their moments. What an earlier turn was answered is in the next prompt."""
     said: dict[int, list[int]] = {}
+    salt = random.random()  # so that no run hits what an earlier one has cached
     start = time.perf_counter()
 
     def tokens_of(token_id: int, length: int) -> list[int]:
-        rng = random.Random(token_id)
+        rng = random.Random(salt + token_id)
         made_up = [rng.randrange(vocab_size) for _ in range(length)]
         return (said.get(token_id, []) + made_up)[:length]
 

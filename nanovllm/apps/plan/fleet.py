@@ -3,6 +3,7 @@ are cores. What they answer does not depend on the number of processes.
 """
 
 import contextlib
+import gc
 import heapq
 import math
 import multiprocessing
@@ -100,6 +101,7 @@ class _Part:
             )
             for number in numbers
         }
+        gc.freeze()  # the pools are large, and stay
 
     def advance(self, assigned: Assigned, until: float) -> dict[int, int]:
         """Take requests, and run up to a moment. Return the number of requests of each replica that
