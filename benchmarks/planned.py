@@ -2,12 +2,15 @@
 same moments to `nanovllm serve` and to a replica in virtual time, and prints what both got.
 
 A workload runs at shares of the rate at which the replica is saturated. The client runs on the same
-machine, and what HTTP takes there counts for the server alone.
+machine, and what HTTP takes there counts for the server alone. How fast a shared machine is changes
+within minutes. So the server's trace says how long its steps took in the run, beside what they take
+by the plan, and the last column is that of a plan whose steps are slower or faster by that much.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import subprocess
 import sys
@@ -15,7 +18,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -23,7 +27,7 @@ import numpy as np
 from benchmarks.harness import Table, loadable, make_parser
 from nanovllm.apps.plan.calibrate import calibrate
 from nanovllm.apps.plan.fleet import Fleet
-from nanovllm.apps.plan.options import MadeRequests, Objective
+from nanovllm.apps.plan.options import OF_WORKERS, MadeRequests, Objective, option_of
 from nanovllm.apps.plan.planned_requests import PlannedRequest, made
 from nanovllm.apps.plan.report import Outcome
 from nanovllm.apps.plan.step_cost import StepCost
@@ -48,6 +52,20 @@ class Got(NamedTuple):
     ttft: float
     tpot: float
     token_ids: list[int]
+
+
+def step_seconds(trace: Path) -> float:
+    """Return how long all steps took that a server has written to its trace."""
+    time.sleep(1.5)  # it writes once a second
+    events = json.loads(trace.read_text())
+    return sum(event["dur"] for event in events if event.get("name") == "step") / 1e6
+
+
+def slower(cost: StepCost, times: float) -> StepCost:
+    """Return the cost of steps that take so many times as long."""
+    parts = ("for_prompt", "per_row", "per_sample", "per_key", "per_pair")
+    changed = {name: getattr(cost, name) * times for name in parts}
+    return replace(cost, at_knots=tuple(times * each for each in cost.at_knots), **changed)
 
 
 def simulated(cost: StepCost, requests: list[PlannedRequest]) -> Outcome:
@@ -129,14 +147,13 @@ async def replay(
 def main(args: argparse.Namespace) -> None:
     """Compare both, workload by workload."""
     table = Table(
-        "workload", "load", "requests", *(f"{n} {w}, real / plan, s" for n, w in FIGURES), "ratios"
+        *("workload", "load", "requests"),
+        *(f"{name} {which}, real / plan, s" for name, which in FIGURES),
+        *("plan's over real", "steps, real over plan's", "plan's over real, with such steps"),
     )
-    options: dict[str, Any] = {"max_model_len": args.max_model_len}
-    flags = [f"--max-model-len={args.max_model_len}"]
-    if args.quantization:
-        options["quantization"] = args.quantization
-        flags.append(f"--quantization={args.quantization}")
-    with loadable(args.model) as (model, load_format):
+    options = dict(map(option_of, args.option))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with loadable(args.model) as (model, load_format), TemporaryDirectory() as directory:
         if args.cost and Path(args.cost).exists():
             cost = StepCost.load(Path(args.cost))
         else:
@@ -144,8 +161,14 @@ def main(args: argparse.Namespace) -> None:
             cost = calibrate(config, args.seconds, lambda words: None)
             if args.cost:
                 cost.save(Path(args.cost))
+        of_workers = {name: options[name] for name in OF_WORKERS if name in options}
+        info = replace(cost.info, **of_workers)
+        cost = replace(cost, info=info, options={**cost.options, **options})
         print(f"{cost.source}; held-out steps are off by {cost.error[0]:.1%}, {cost.error[1]:.1%}")
+        trace = Path(directory, "trace.json")
+        flags.append(f"--trace-file={trace}")
         with server(model, load_format, flags) as client, asyncio.Runner() as runner:
+            busy = 0.0
             for name in args.workloads.split(","):
                 workload = WORKLOADS[name]
                 flood = list(made(replace(workload, num_requests=300, rate=1e5)))
@@ -156,18 +179,26 @@ def main(args: argparse.Namespace) -> None:
                     requests = list(made(chosen))
                     vocab_size = min(cost.info.vocab_size, 50000)
                     got = runner.run(replay(client, requests, vocab_size))
+                    busy, before = step_seconds(trace), busy
                     plan = simulated(cost, requests)
+                    slowdown = (busy - before) / (plan["busy"] * plan["seconds"])
+                    steady = simulated(slower(cost, slowdown), requests)
                     times: dict[str, list[float]] = {
                         "ttft": [each.ttft for each in got],
                         "tpot": [each.tpot for each in got if len(each.token_ids) > 1],
                     }
-                    pairs = [
-                        (float(np.quantile(times[n], float(w[1:]) / 100)), plan[n][w])
-                        for n, w in FIGURES
+                    real = [
+                        float(np.quantile(times[name], float(which[1:]) / 100))
+                        for name, which in FIGURES
                     ]
-                    shown = [f"{real:.3f} / {planned:.3f}" for real, planned in pairs]
-                    ratios = ", ".join(f"{planned / real:.2f}" for real, planned in pairs)
-                    table.row(name, f"{share:.0%}", count, *shown, ratios)
+                    ratios, shown = [], []
+                    for answer in (plan, steady):
+                        values = [answer[name][which] for name, which in FIGURES]
+                        both = list(zip(real, values, strict=True))
+                        shown.append([f"{one:.3f} / {other:.3f}" for one, other in both])
+                        ratios.append(", ".join(f"{other / one:.2f}" for one, other in both))
+                    cells = (ratios[0], slowdown, ratios[1])
+                    table.row(name, f"{share:.0%}", count, *shown[0], *cells)
 
 
 if __name__ == "__main__":
@@ -177,6 +208,5 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=1.0, help="of each load")
     parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--quantization")
-    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--option", action="append", default=[], help="of the engine: NAME=VALUE")
     main(parser.parse_args())

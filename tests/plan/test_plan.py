@@ -1,25 +1,36 @@
 """Requests are read and made, costs are fitted, and a plan answers."""
 
 import json
+import os
 import random
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bench
 from nanovllm import demo_model
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.plan.calibrate import calibrate
+from nanovllm.apps.plan.fleet import Fleet
 from nanovllm.apps.plan.options import MadeRequests, Objective, PlanOptions
 from nanovllm.apps.plan.plan import plan
-from nanovllm.apps.plan.planned_requests import MOONCAKE_BLOCK, made, read_trace
+from nanovllm.apps.plan.planned_requests import (
+    MOONCAKE_BLOCK,
+    PlannedRequest,
+    Run,
+    made,
+    read_trace,
+)
 from nanovllm.apps.plan.step_cost import KNOTS, StepCost, StepWork, fit, work_of
 from nanovllm.core.messages import Row
 from nanovllm.core.worker_info import KVInfo, TierInfo, WindowSpec, WorkerInfo
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
 
+DOCS = Path(__file__).parents[2] / "docs"
 INFO = WorkerInfo(
     num_blocks=4096, block_size=64, max_model_len=4096, vocab_size=1000, max_num_batched_tokens=2048
 )
@@ -185,6 +196,38 @@ def test_options_beside(tmp_path: Path) -> None:
     assert without["cached_share"] == 0
     assert with_cache["ttft"]["p50"] < without["ttft"]["p50"]
     assert without["kv_used"] > with_cache["kv_used"]
+
+
+def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how: dict[str, Any] = {"replicas": "17"}
+    requests = MadeRequests(num_requests=400, rate=100.0, shared_len=300, num_turns=3)
+    found = []
+    for num_cores in (1, 2):
+        monkeypatch.setattr(os, "cpu_count", lambda number=num_cores: number)
+        found += answers(tmp_path, how, requests)
+    alone, shared = found
+    for summed in ("busy", "kv_used"):  # in another order
+        assert alone[summed] > 0
+        assert alone.pop(summed) == pytest.approx(shared.pop(summed))
+    assert alone == shared
+    with pytest.raises(ConfigError, match="max_model_len is 4096"):
+        answers(tmp_path, how, MadeRequests(num_requests=50, prompt_len=4000, spread=0.1))
+
+
+def test_the_h200_that_was_measured() -> None:
+    """Its steps were fitted to 13 of its page; the page's nano-vllm run was not."""
+    page = (DOCS / "benchmarks" / "h200.md").read_text()
+    measured = re.search(r"the median is \*\*([\d,]+) output tokens/s", page)
+    assert measured is not None
+    cost = StepCost.load(DOCS / "benchmarks" / "h200-qwen3-0.6b-steps.json")
+    prompts, lengths = bench.workload(256, (100, 1024), (100, 1024), 0)
+    requests = [
+        PlannedRequest(0.0, tuple(Run(token, 1) for token in prompt), length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    fleet = Fleet(Config(**cost.options), cost.info, cost, Objective())
+    found = fleet.outcome(requests, 1)["output_tokens_per_second"]
+    assert found == pytest.approx(int(measured[1].replace(",", "")), rel=0.1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from nanovllm.errors import ConfigError
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Numbers of tokens between which a step's time is interpolated, and after which it goes on."""
-_STRAIGHT = 1e-3
+_STRAIGHT = 0.02
 """How much a corner counts beside a measured step's error, so that it takes measured steps."""
 
 
