@@ -58,7 +58,7 @@ def step_seconds(trace: Path) -> float:
     """Return how long all steps took that a server has written to its trace."""
     time.sleep(1.5)  # it writes once a second
     events = json.loads(trace.read_text())
-    return sum(event["dur"] for event in events if event.get("name") == "step") / 1e6
+    return float(sum(event["dur"] for event in events if event.get("name") == "step")) / 1e6
 
 
 def slower(cost: StepCost, times: float) -> StepCost:
