@@ -160,13 +160,15 @@ def page(outcomes: list[Outcome], objective: Objective) -> str:
         for name, own in _by_options(outcomes).items():
             replicas, values = [o["replicas"] for o in own], [figure.value(o) for o in own]
             axes.plot(replicas, values, marker="o", label=name)
-        axes.set(title=figure.about, xlabel="replicas", ylabel=figure.name, ylim=(0, None))
+        axes.set_title(figure.about, fontsize=9)
+        axes.set(xlabel="replicas", ylabel=figure.name, ylim=(0, 1.1 * axes.get_ylim()[1]))
     canvas.legend(*axes.get_legend_handles_labels(), loc="outside lower center")
     drawn = io.StringIO()
     canvas.savefig(drawn, format="svg")
     head, *rows = (map(html.escape, row) for row in _rows(outcomes))
     cells = "".join(f"<tr><td>{'<td>'.join(row)}" for row in rows)
-    words = html.escape(table(outcomes, objective).splitlines()[-1])
+    lines = table(outcomes, objective).splitlines()[1 + len(outcomes) :]
+    words = "<br>".join(map(html.escape, lines))
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>nanovllm lab plan</title>"
         "<style>body{font:16px system-ui;margin:2em}td,th{padding:.3em;text-align:right}</style>"
