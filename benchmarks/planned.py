@@ -57,7 +57,7 @@ class Got(NamedTuple):
 def step_seconds(trace: Path) -> float:
     """Return how long all steps took that a server has written to its trace."""
     time.sleep(1.5)  # it writes once a second
-    events = json.loads(trace.read_text())
+    events = json.loads(trace.read_text("utf-8"))
     return float(sum(event["dur"] for event in events if event.get("name") == "step")) / 1e6
 
 
@@ -70,7 +70,7 @@ def slower(cost: StepCost, times: float) -> StepCost:
 
 def simulated(cost: StepCost, requests: list[PlannedRequest]) -> Outcome:
     """Return what a replica in virtual time answers."""
-    return Fleet(Config(**cost.options), cost.info, cost, Objective()).outcome(requests, 1)
+    return Fleet(Config(**cost.options), cost, Objective()).outcome(requests, 1)
 
 
 @contextlib.contextmanager

@@ -210,7 +210,7 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert alone[summed] > 0
         assert alone.pop(summed) == pytest.approx(shared.pop(summed))
     assert alone == shared
-    with pytest.raises(ConfigError, match="max_model_len is 4096"):
+    with pytest.raises(ConfigError, match="max_model_len=.*, but it is 4096"):
         answers(tmp_path, how, MadeRequests(num_requests=50, prompt_len=4000, spread=0.1))
 
 
@@ -225,7 +225,7 @@ def test_the_h200_that_was_measured() -> None:
         PlannedRequest(0.0, tuple(Run(token, 1) for token in prompt), length)
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    fleet = Fleet(Config(**cost.options), cost.info, cost, Objective())
+    fleet = Fleet(Config(**cost.options), cost, Objective())
     found = fleet.outcome(requests, 1)["output_tokens_per_second"]
     assert found == pytest.approx(int(measured[1].replace(",", "")), rel=0.1)
 
@@ -243,7 +243,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, message in (
         (["--replicas", "0"], "from 1 to"),
         (["--option", "num_blokcs=1"], "num_blocks"),
-        (["--prompt-len", "5000", "--spread", "0"], "max_model_len is 4096"),
+        (["--prompt-len", "5000", "--spread", "0"], "max_model_len=5128, but it is 4096"),
+        (["--option", "num_blocks=9"], "num_blocks=1"),
         (["--page", str(tmp_path)], "is a directory"),
         (["--output", str(tmp_path / "none" / "out.json")], "cannot be written"),
     ):

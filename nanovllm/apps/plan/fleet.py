@@ -17,7 +17,6 @@ from nanovllm.apps.plan.planned_requests import PlannedRequest
 from nanovllm.apps.plan.replica import Replica, random_drafts
 from nanovllm.apps.plan.report import Answers, Outcome
 from nanovllm.apps.plan.step_cost import StepCost
-from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.factory import make_scheduler
 from nanovllm.options.config import Config
 from nanovllm.utils.affinity import order
@@ -37,12 +36,11 @@ class Fleet:
     """Equal engines.
 
     Args:
-        config, info: with them a scheduler is made.
+        config, cost: with `cost.info` a scheduler is made, and its steps take so long.
         acceptance: how likely a draft is right, if those before it are.
     """
 
     config: Config
-    info: WorkerInfo
     cost: StepCost
     objective: Objective
     acceptance: float = 0.0
@@ -93,10 +91,10 @@ class _Part:
         self._turns: list[tuple[float, int]] = []  # of those that have something to do
         self._replicas = {
             number: Replica(
-                make_scheduler(fleet.config, fleet.info),
+                make_scheduler(fleet.config, fleet.cost.info),
                 fleet.cost,
                 self._answers.add,
-                queue_depth=int(fleet.info.runs_ahead),
+                queue_depth=int(fleet.cost.info.runs_ahead),
                 drafts=random_drafts(fleet.acceptance, number),
             )
             for number in numbers

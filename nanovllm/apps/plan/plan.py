@@ -49,8 +49,8 @@ def plan(
         of_workers = {name: options[name] for name in OF_WORKERS if name in options}
         own = {name: value for name, value in options.items() if name not in of_workers}
         config = Config(**{**cost.options, **own})
-        info = dataclasses.replace(cost.info, **of_workers)
-        fleet = Fleet(config, info, cost, objective, how.acceptance)
+        changed = dataclasses.replace(cost, info=dataclasses.replace(cost.info, **of_workers))
+        fleet = Fleet(config, changed, objective, how.acceptance)
         return {"options": options, **fleet.outcome(requests(num_replicas), num_replicas)}
 
     least, most = how.range_of_replicas()

@@ -16,7 +16,7 @@ from nanovllm.apps.plan.planned_requests import PlannedRequest
 from nanovllm.apps.plan.step_cost import StepCost, work_of
 from nanovllm.core.messages import Loaded, Row, RowDetails, Schedule, StepResult, Transfers
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.worker_info import TierInfo
+from nanovllm.core.worker_info import TierInfo, pages_for
 from nanovllm.errors import ConfigError
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.scheduler.scheduler import Scheduler
@@ -116,13 +116,17 @@ class Replica:
 
     def _queue(self, request: PlannedRequest, output: Iterator[list[int]]) -> None:
         token_ids = request.token_ids
-        limit = self.scheduler.max_model_len
-        if len(token_ids) + request.num_output > limit:
-            raise ConfigError(
-                f"the request at {request.arrival:g} s has {len(token_ids)} + {request.num_output} "
-                f"tokens, and max_model_len is {limit}: calibrate with a larger one, or leave the "
-                "request out"
-            )
+        info = self._cost.info
+        num_tokens = len(token_ids) + request.num_output
+        sizes = info.block_size, info.kv.windows, info.max_num_batched_tokens
+        num_pages = pages_for(num_tokens, *sizes) + info.kv.state_pages
+        for name, needed in (("max_model_len", num_tokens), ("num_blocks", num_pages)):
+            if needed > getattr(info, name):
+                raise ConfigError(
+                    f"the request at {request.arrival:g} s has {len(token_ids)} + "
+                    f"{request.num_output} tokens and needs {name}={needed}, but it is "
+                    f"{getattr(info, name)}: calibrate with more, or leave the request out"
+                )
         params = SamplingParams(max_tokens=request.num_output, ignore_eos=True)
         seq = Sequence(self._num_added, token_ids, params)
         self._running[seq.seq_id] = Answering(request, output)
