@@ -235,11 +235,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = ["lab", "plan", "--cost", str(tmp_path / "cost.json"), "--num-requests", "50"]
     output, page = tmp_path / "out.json", tmp_path / "page.html"
     assert main([*words, "--output", str(output), "--page", str(page), "--replicas", "1..2"]) == 0
-    assert "meet the objective" in capsys.readouterr().out
+    assert "enough replicas for the objective: 1" in capsys.readouterr().out
     assert len(json.loads(output.read_text())) >= 1
     assert "<svg" in page.read_text()
     assert main([*words, "--slo-ttft", "0"]) == 1
-    assert "do not meet the objective" in capsys.readouterr().out
+    assert "too few replicas for the objective: 1" in capsys.readouterr().out
     for wrong, message in (
         (["--replicas", "0"], "from 1 to"),
         (["--option", "num_blokcs=1"], "num_blocks"),

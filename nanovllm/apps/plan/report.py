@@ -140,12 +140,11 @@ def table(outcomes: list[Outcome], objective: Objective) -> str:
     for name, own in _by_options(outcomes).items():
         good = [outcome["replicas"] for outcome in own if outcome["meets_slo"]]
         if good:
-            found = f"{min(good)} replicas meet the objective"
+            found = f"enough replicas for the objective: {min(good)}"
         else:
             found = (
-                f"{own[-1]['replicas']} replicas do not meet the objective: "
-                f"{own[-1]['good_share']:.1%} of the requests are good; try more replicas, or a "
-                "looser objective"
+                f"too few replicas for the objective: {own[-1]['replicas']}, with "
+                f"{own[-1]['good_share']:.1%} of the requests good; try more, or a looser objective"
             )
         lines.append(f"{name}: {found}.")
     return "\n".join(lines) + "\n"
