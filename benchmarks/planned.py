@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.harness import Table, loadable, make_parser
 from nanovllm.apps.plan.calibrate import calibrate
 from nanovllm.apps.plan.fleet import Fleet
-from nanovllm.apps.plan.options import OF_WORKERS, MadeRequests, Objective, option_of
+from nanovllm.apps.plan.options import MadeRequests, Objective, option_of
 from nanovllm.apps.plan.planned_requests import PlannedRequest, made
 from nanovllm.apps.plan.report import Outcome
 from nanovllm.apps.plan.step_cost import StepCost
@@ -70,7 +70,7 @@ def slower(cost: StepCost, times: float) -> StepCost:
 
 def simulated(cost: StepCost, requests: list[PlannedRequest]) -> Outcome:
     """Return what a replica in virtual time answers."""
-    return Fleet(Config(**cost.options), cost, Objective()).outcome(requests, 1)
+    return Fleet(cost, Objective()).outcome(requests, 1)
 
 
 @contextlib.contextmanager
@@ -112,11 +112,12 @@ async def send(client: httpx.AsyncClient, prompt: list[int], num_output: int) ->
         if not response.is_success:
             raise SystemExit(f"planned.py: {await response.aread()!r:.500}")
         async for line in response.aiter_lines():
-            if '"token_ids":[' in line.replace(" ", ""):
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
                 last = time.perf_counter()
                 first = first if token_ids else last
-                found = line.replace(" ", "").rpartition('"token_ids":[')[2].partition("]")[0]
-                token_ids += [int(each) for each in found.split(",") if each]
+                token_ids += choice["token_ids"]
     return Got(first - start, (last - first) / max(len(token_ids) - 1, 1), token_ids)
 
 
@@ -161,9 +162,7 @@ def main(args: argparse.Namespace) -> None:
             cost = calibrate(config, args.seconds, lambda words: None)
             if args.cost:
                 cost.save(Path(args.cost))
-        of_workers = {name: options[name] for name in OF_WORKERS if name in options}
-        info = replace(cost.info, **of_workers)
-        cost = replace(cost, info=info, options={**cost.options, **options})
+        cost = cost.with_options(options)
         print(f"{cost.source}; held-out steps are off by {cost.error[0]:.1%}, {cost.error[1]:.1%}")
         trace = Path(directory, "trace.json")
         flags.append(f"--trace-file={trace}")
@@ -191,14 +190,16 @@ def main(args: argparse.Namespace) -> None:
                         float(np.quantile(times[name], float(which[1:]) / 100))
                         for name, which in FIGURES
                     ]
-                    ratios, shown = [], []
-                    for answer in (plan, steady):
-                        values = [answer[name][which] for name, which in FIGURES]
-                        both = list(zip(real, values, strict=True))
-                        shown.append([f"{one:.3f} / {other:.3f}" for one, other in both])
-                        ratios.append(", ".join(f"{other / one:.2f}" for one, other in both))
-                    cells = (ratios[0], slowdown, ratios[1])
-                    table.row(name, f"{share:.0%}", count, *shown[0], *cells)
+                    both, corrected = (
+                        [(one, answer[n][w]) for one, (n, w) in zip(real, FIGURES, strict=True)]
+                        for answer in (plan, steady)
+                    )
+                    shown = [f"{one:.3f} / {other:.3f}" for one, other in both]
+                    ratios, steady_ratios = (
+                        ", ".join(f"{other / one:.2f}" for one, other in pairs)
+                        for pairs in (both, corrected)
+                    )
+                    table.row(name, f"{share:.0%}", count, *shown, ratios, slowdown, steady_ratios)
 
 
 if __name__ == "__main__":

@@ -277,12 +277,13 @@ def check_path(
     return plain_text(path)
 
 
-def check_installed(extra: str, *packages: str) -> None:
-    """Raise ConfigError if a package of an extra is not installed."""
+def check_installed(extra: str, *packages: str, what: str = "this command") -> None:
+    """Raise ConfigError if a package of an extra is not installed, which `what` needs."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{package} is not installed: pip install -e '.[{extra}]' -c constraints.txt"
+                f"{package} is not installed, and {what} needs it: "
+                f"pip install -e '.[{extra}]' -c constraints.txt"
             )
 
 

@@ -92,7 +92,7 @@ def make_executor(
     """
     by_ray = config.distributed_executor_backend == "ray"
     if by_ray:
-        check_installed("ray", "ray")
+        check_installed("ray", "ray", what='distributed_executor_backend="ray"')
     if config.load_format != "dummy":
         read_ahead(_files(checkpoint))  # before torch is imported, which takes a second
     reserve = _reserve(config, checkpoint) if config.runs_in_process else None  # before it, too

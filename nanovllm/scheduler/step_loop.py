@@ -28,13 +28,8 @@ class StepLoop:
         self._queue_depth = queue_depth
 
     def launch(self, schedule: Schedule) -> None:
-        """Execute a step that was scheduled; abandon it if it cannot be launched."""
-        try:
-            result = self._execute(schedule)
-        except BaseException:
-            self.scheduler.abandon(schedule)
-            raise
-        self.in_flight.append((schedule, result))
+        """Execute a step that was scheduled."""
+        self.in_flight.append((schedule, self._execute(schedule)))
 
     def is_due(self, launched: Schedule | None) -> bool:
         """Return whether the oldest step's result is taken now, after a launch."""

@@ -225,7 +225,7 @@ def test_the_h200_that_was_measured() -> None:
         PlannedRequest(0.0, tuple(Run(token, 1) for token in prompt), length)
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    fleet = Fleet(Config(**cost.options), cost, Objective())
+    fleet = Fleet(cost, Objective())
     found = fleet.outcome(requests, 1)["output_tokens_per_second"]
     assert found == pytest.approx(int(measured[1].replace(",", "")), rel=0.1)
 

@@ -151,7 +151,7 @@ def test_schedules_are_equal(seed: int, mixed_model: str, monkeypatch: pytest.Mo
     is_mixed = seed % 4 == 3
     options: dict[str, Any] = {
         "max_num_seqs": rng.choice([2, 4, 16]),
-        "max_num_batched_tokens": rng.choice([64, 100, 512]),
+        "max_num_batched_tokens": rng.choice([64, 100, 512] if is_mixed else [16, 64, 512]),
         "max_model_len": MAX_MODEL_LEN,
         "kvcache_block_size": 32,
         "num_kvcache_blocks": rng.choice([34, 60] if is_mixed else [6, 6, 9, 40]),

@@ -63,9 +63,9 @@ class RowOptions:
     batch: BatchOptions = dataclasses.field(default_factory=BatchOptions)
 
     def __post_init__(self) -> None:
-        check_installed("server", "fastapi")  # a batch runs the server's routes
+        check_installed("server", "fastapi", what="a batch, which runs the server's routes,")
         if self.batch.uses_ray:
-            check_installed("ray", "ray")
+            check_installed("ray", "ray", what="each of workers, ray_address and worker_options")
         config = Config(model=self.model, **self.engine_options)
         if named_adapters(self.batch.lora_modules, ()) and not config.enable_lora:
             raise ConfigError(

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 from nanovllm.apps.plan.options import Objective
 from nanovllm.apps.plan.planned_requests import PlannedRequest
@@ -36,11 +37,10 @@ class Fleet:
     """Equal engines.
 
     Args:
-        config, cost: with `cost.info` a scheduler is made, and its steps take so long.
+        cost: what their schedulers are made of, and how long steps take.
         acceptance: how likely a draft is right, if those before it are.
     """
 
-    config: Config
     cost: StepCost
     objective: Objective
     acceptance: float = 0.0
@@ -54,6 +54,7 @@ class Fleet:
         num_parts = max(1, min(os.cpu_count() or 1, num_replicas // _FEW_REPLICAS))
         loads = {str(number): 0 for number in range(num_replicas)}
         with contextlib.ExitStack() as stack:
+            stack.callback(gc.unfreeze)  # of what `_Part` froze: the next fleet needs the memory
             own = _Part(self, range(0, num_replicas, num_parts))
             others = [
                 stack.enter_context(_Process(self, range(first, num_replicas, num_parts)))
@@ -79,7 +80,8 @@ class Fleet:
             advance(assigned, math.inf)
             answers = own.answers()
             for other in others:
-                answers.merge(other.answers())
+                other.send(None)
+                answers.merge(other.receive())
         return {"replicas": num_replicas, **answers.outcome()}
 
 
@@ -91,7 +93,7 @@ class _Part:
         self._turns: list[tuple[float, int]] = []  # of those that have something to do
         self._replicas = {
             number: Replica(
-                make_scheduler(fleet.config, fleet.cost.info),
+                make_scheduler(Config(**fleet.cost.options), fleet.cost.info),
                 fleet.cost,
                 self._answers.add,
                 queue_depth=int(fleet.cost.info.runs_ahead),
@@ -140,18 +142,12 @@ class _Process(contextlib.AbstractContextManager["_Process"]):
         self._process.start()
         self.send = self._connection.send
 
-    def receive(self) -> dict[int, int]:
-        """Return what `_Part.advance` did."""
+    def receive(self) -> Any:
+        """Return what `_Part.advance` did, and after None was sent what `_Part.answers` did."""
         found = self._connection.recv()
         if isinstance(found, Exception):
             raise found
-        return dict(found)
-
-    def answers(self) -> Answers:
-        """Return what `_Part.answers` did."""
-        self.send(None)
-        answers: Answers = self._connection.recv()
-        return answers
+        return found
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()

@@ -1,23 +1,15 @@
 """Runs a plan: the same requests against one or more sets of replicas."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nanovllm.apps.plan.fleet import Fleet
-from nanovllm.apps.plan.options import (
-    OF_WORKERS,
-    MadeRequests,
-    Objective,
-    PlanOptions,
-    option_of,
-)
+from nanovllm.apps.plan.options import MadeRequests, Objective, PlanOptions, option_of
 from nanovllm.apps.plan.planned_requests import PlannedRequest, made, read_trace
 from nanovllm.apps.plan.report import Outcome
 from nanovllm.apps.plan.step_cost import StepCost
-from nanovllm.options.config import Config
 
 
 def plan(
@@ -46,11 +38,7 @@ def plan(
             yield request
 
     def outcome(options: dict[str, Any], num_replicas: int) -> Outcome:
-        of_workers = {name: options[name] for name in OF_WORKERS if name in options}
-        own = {name: value for name, value in options.items() if name not in of_workers}
-        config = Config(**{**cost.options, **own})
-        changed = dataclasses.replace(cost, info=dataclasses.replace(cost.info, **of_workers))
-        fleet = Fleet(config, changed, objective, how.acceptance)
+        fleet = Fleet(cost.with_options(options), objective, how.acceptance)
         return {"options": options, **fleet.outcome(requests(num_replicas), num_replicas)}
 
     least, most = how.range_of_replicas()

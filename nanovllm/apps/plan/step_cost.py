@@ -7,7 +7,7 @@ that the products do. All coefficients are 0 or more. What was not measured lies
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 import pydantic
 from scipy.optimize import nnls
 
+from nanovllm.apps.plan.options import OF_WORKERS
 from nanovllm.core.messages import Row
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.errors import ConfigError
@@ -82,6 +83,13 @@ class StepCost:
         seconds = float(np.dot(_weights(tokens), self.at_knots)) + self.for_prompt * has_prompt
         seconds += self.per_row * rows + self.per_sample * samples
         return seconds + self.per_key * keys + self.per_pair * pairs
+
+    def with_options(self, options: Mapping[str, Any]) -> "StepCost":
+        """Return the cost of an engine with other options, or whose workers found other sizes."""
+        of_workers = {name: options[name] for name in OF_WORKERS if name in options}
+        own = {name: value for name, value in options.items() if name not in of_workers}
+        info = dataclasses.replace(self.info, **of_workers)
+        return dataclasses.replace(self, info=info, options={**self.options, **own})
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
