@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: answers a conversation, with tool calls and reasoning split off."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ async def answer_chat(request: Request, body: ChatRequest) -> Response:
             place.frames = answer.frames
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
         if body.stream:
-            return sse(answer.streamed(outputs))
+            return sse(outputs, answer.frames, in_thread=body.prompt_logprobs is not None)
         output = await anext(outputs)
         if body.logprobs or body.prompt_logprobs is not None:  # the answer may be large
             return await asyncio.to_thread(lambda: json_response(answer.whole(output)))
@@ -130,14 +130,6 @@ class _Answer:
             "stop_reason": completion.stop_reason,
             "token_ids": completion.token_ids if self._body.return_token_ids else None,
         }
-
-    async def streamed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[str, None]:
-        """Yield the frames of a stream, those that belong together at once."""
-        async for output in outputs:
-            if self._body.prompt_logprobs is None:
-                yield self.frames(output)
-            else:  # they may be large
-                yield await asyncio.to_thread(self.frames, output)
 
     def frames(self, output: RequestOutput) -> str:
         """Return the frames of chunks for what is new of the answers; at the end the usage if asked

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
+from collections.abc import AsyncIterator, Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
         generation.check_logprobs(server, params, map(len, prompts))
         place = generation.admit(request, params.n * len(prompts), body)
         if len(prompts) == 1 and params.prompt_logprobs is None:
-            place.frames = answer.frames
+            place.frames = partial(answer.frames, 0)
         outputs = await generation.run_all(
             place,
             [dataclasses.replace(make_prompt(prompt), salt=body.cache_salt) for prompt in prompts],
@@ -48,7 +48,8 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
             stream=bool(body.stream),
         )
         if body.stream:
-            return sse(answer.streamed(outputs))
+            is_large = params.prompt_logprobs is not None
+            return sse(outputs, lambda each: answer.frames(*each), in_thread=is_large)
         whole = await answer.whole(outputs)
         if answer.may_be_large:
             return await asyncio.to_thread(json_response, whole)
@@ -123,17 +124,7 @@ class _Answer:
         choices.sort(key=lambda choice: int(choice["index"]))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def streamed(
-        self, outputs: AsyncIterator[tuple[int, RequestOutput]]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the frames of a stream, those that belong together at once."""
-        async for prompt_index, output in outputs:
-            if self._params.prompt_logprobs is None:
-                yield self.frames(output, prompt_index)
-            else:  # they may be large
-                yield await asyncio.to_thread(self.frames, output, prompt_index)
-
-    def frames(self, output: RequestOutput, prompt_index: int = 0) -> str:
+    def frames(self, prompt_index: int, output: RequestOutput) -> str:
         """Return the frames of chunks for what is new of a prompt; at the end the usage if asked
         for.
         """

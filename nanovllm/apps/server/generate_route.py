@@ -5,7 +5,6 @@ import base64
 import io
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -75,10 +74,8 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
     answer = _Answer(server, body, params)
     if body.stream:
-        return sse(answer.streamed(outputs))
-    async for output in outputs:
-        return json_response(await asyncio.to_thread(answer.whole, output))
-    raise AssertionError("a request has an output")
+        return sse(outputs, answer.frames)
+    return json_response(await asyncio.to_thread(answer.whole, await anext(outputs)))
 
 
 def _params(server: ServerState, body: GenerateRequest) -> SamplingParams:
@@ -115,21 +112,22 @@ class _Answer:
             "prompt_token_ids": output.prompt_token_ids if self._with_prompt else None,
         }
 
-    async def streamed(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[str, None]:
-        async for output in outputs:
-            for completion in output.outputs:
-                chunk = self._chunk(self._choice(completion))
-                if self._with_prompt:
-                    chunk["prompt_token_ids"] = output.prompt_token_ids
-                    self._with_prompt = False
-                if self._options.with_each_chunk:
-                    chunk["usage"] = self._usage(output)
-                yield frame(chunk)
-            if output.finished and self._options.include_usage:
-                yield frame({**self._chunk(), "usage": self._usage(output)})
-        yield DONE
+    def frames(self, output: RequestOutput) -> str:
+        """Return the frames of chunks for what is new; at the end the usage if asked for."""
+        frames = []
+        for completion in output.outputs:
+            chunk = self._chunk(self._choice(completion))
+            if self._with_prompt:
+                chunk["prompt_token_ids"] = output.prompt_token_ids
+                self._with_prompt = False
+            if self._options.with_each_chunk:
+                chunk["usage"] = self._usage(output)
+            frames.append(frame(chunk))
+        if output.finished:
+            if self._options.include_usage:
+                frames.append(frame({**self._chunk(), "usage": self._usage(output)}))
+            frames.append(DONE)
+        return "".join(frames)
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {"request_id": self._id, "output_mode": "tokens", "choices": choices}

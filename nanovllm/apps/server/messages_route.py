@@ -4,8 +4,7 @@ import copy
 import hashlib
 import itertools
 import re
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 from uuid import uuid4
@@ -48,7 +47,7 @@ from nanovllm.apps.server.protocol import (
     refused,
     too_many,
 )
-from nanovllm.apps.server.sse import json_response, named_frames, sse
+from nanovllm.apps.server.sse import error_frames, json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import InvalidRequestError
@@ -403,7 +402,8 @@ async def answer(request: Request, body: MessagesRequest) -> Response:
         answer = _Answer(server, body, prompt.text or "")
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
         if body.stream:
-            return sse(answer.frames(outputs), "/v1/messages")
+            failed = partial(error_frames, path="/v1/messages")
+            return sse(outputs, lambda output: named_frames(answer.events(output)), failed=failed)
         answer.events(await anext(outputs))
         return json_response(answer.message)
 
@@ -533,15 +533,8 @@ class _Answer:
             "stop_sequence": None,
         }
 
-    async def frames(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a streamed message; those that come at once together."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield named_frames(self.events(output))
-
     def events(self, output: RequestOutput) -> list[Event]:
+        """Return the events of what is new of the answer."""
         (completion,) = output.outputs
         is_first = "usage" not in self.message
         parts = self._reader.parts(completion)

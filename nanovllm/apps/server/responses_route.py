@@ -3,10 +3,8 @@
 import base64
 import copy
 import json
-import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
@@ -54,7 +52,7 @@ from nanovllm.apps.server.protocol import (
 from nanovllm.apps.server.sse import json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
 from nanovllm.engine.prompt import Prompt
-from nanovllm.errors import InvalidRequestError, log_failure
+from nanovllm.errors import InvalidRequestError
 from nanovllm.options.other_names import other_names
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.options.validation import shown
@@ -63,8 +61,6 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 router = APIRouter(tags=["responses"], route_class=JSONRoute)
 stored_router = APIRouter(include_in_schema=False)
 """Routes of stored responses. All answer 404, as none is stored."""
-
-logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
@@ -463,7 +459,7 @@ async def respond(request: Request, body: ResponsesRequest) -> Response:
         answer = _Answer(server, body, params, prompt.text or "")
         outputs = await generation.run(place, prompt, params, stream=bool(body.stream))
         if body.stream:
-            return sse(answer.frames(outputs), "/v1/responses")
+            return sse(outputs, answer.frames, failed=answer.failed)
         return json_response(answer.whole(await anext(outputs)))
 
 
@@ -599,28 +595,21 @@ class _Answer:
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         self._events(output)
-        for _ in self._finish():
-            pass
         return self._response
 
-    async def frames(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a streamed response; those that come at once together."""
-        yield named_frames([self._state("created"), self._state("in_progress")])
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield named_frames(self._events(output))
-        except Exception as error:
-            if not isinstance(error, APIError):
-                log_failure(logger, error, "a stream ended with an error")
-            found = as_api_error(error).body["error"]
-            is_clients = found["type"] == "invalid_request_error"
-            code = found["code"] or ("invalid_prompt" if is_clients else "server_error")
-            self._response["error"] = {"code": code, "message": found["message"] or ""}
-            self._response["status"] = "failed"
-        yield named_frames([*self._finish()])
+    def frames(self, output: RequestOutput) -> str:
+        """Return the events of what is new of a streamed response."""
+        begin = [] if self._num_events else [self._state("created"), self._state("in_progress")]
+        return named_frames(begin + self._events(output))
+
+    def failed(self, error: APIError) -> bytes:
+        """Return the events that end a response with an error."""
+        found = error.body["error"]
+        is_clients = found["type"] == "invalid_request_error"
+        code = found["code"] or ("invalid_prompt" if is_clients else "server_error")
+        self._response["error"] = {"code": code, "message": found["message"] or ""}
+        self._response["status"] = "failed"
+        return named_frames(self._finish()).encode()
 
     def _events(self, output: RequestOutput) -> list[Event]:
         """Return the events of what is new of the answer; at its end, set its status and usage."""
@@ -629,6 +618,7 @@ class _Answer:
         events = [event for part in parts for event in self._add(part)]
         if completion.finish_reason is not None:
             self._end(output, completion)
+            events += self._finish()
         return events
 
     def _end(self, output: RequestOutput, completion: CompletionOutput) -> None:

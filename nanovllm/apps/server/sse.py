@@ -1,10 +1,11 @@
 """Writes answers: whole ones, and streams as server-sent events."""
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
@@ -12,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.apps.server.error_bodies import APIError, anthropic_body, as_api_error
 from nanovllm.errors import log_failure
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class _EventStream(StreamingResponse):
 DONE = "data: [DONE]\n\n"
 
 
-def error_frames(error: APIError, path: str) -> bytes:
+def error_frames(error: APIError, path: str = "") -> bytes:
     """Return what ends a stream that an error breaks off, in the form of the route `path`.
 
     Whoever ends a stream writes this: the route, or a server in front of its engine.
@@ -48,22 +51,33 @@ def error_frames(error: APIError, path: str) -> bytes:
     return f"data: {json.dumps(error.body)}\n\n{done}".encode()
 
 
-def sse(frames: AsyncGenerator[str, None], path: str = "") -> _EventStream:
-    """Return a response that sends frames as they come; errors have the form of route `path`."""
-    encoded = _encoded(frames, path)
-    return _EventStream(encoded, headers=_HEADERS, media_type="text/event-stream")
+def sse(
+    outputs: AsyncGenerator[T, None],
+    frames: Callable[[T], str],
+    *,
+    failed: Callable[[APIError], bytes] = error_frames,
+    in_thread: bool = False,
+) -> _EventStream:
+    """Return a response that sends the frames of each output as it comes.
 
+    Args:
+        failed: returns what ends the stream if an error breaks it off.
+        in_thread: whether `frames` takes so long that a thread does it.
+    """
 
-async def _encoded(frames: AsyncGenerator[str, None], path: str) -> AsyncGenerator[bytes, None]:
-    try:
-        async with aclosing(frames):
-            async for text in frames:
-                if text:
-                    yield text.encode()
-    except Exception as error:
-        if not isinstance(error, APIError):
-            log_failure(logger, error, "a stream ended with an error")
-        yield error_frames(as_api_error(error), path)
+    async def encoded() -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    text = await asyncio.to_thread(frames, output) if in_thread else frames(output)
+                    if text:
+                        yield text.encode()
+        except Exception as error:
+            if not isinstance(error, APIError):
+                log_failure(logger, error, "a stream ended with an error")
+            yield failed(as_api_error(error))
+
+    return _EventStream(encoded(), headers=_HEADERS, media_type="text/event-stream")
 
 
 def frame(event: Mapping[str, Any]) -> str:
