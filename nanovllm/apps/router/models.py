@@ -14,15 +14,13 @@ from typing import Any
 from nanovllm.apps.router.engine import EngineProcess
 from nanovllm.apps.router.router_options import ModelSpec, RouterOptions
 from nanovllm.apps.server.admission import AdmissionControl, shutting_down
-from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.error_bodies import APIError, unknown_model
 from nanovllm.apps.server.info_route import may_chat
 from nanovllm.apps.server.request_log import Log
 from nanovllm.apps.server.server_options import ServerOptions
-from nanovllm.options.validation import listed, shown
+from nanovllm.options.validation import shown
 from nanovllm.utils.terminal import complain
 
-_MOST_NAMES = 8
-"""Models that an error lists."""
 _RETRY_SECONDS = 5.0
 """After a load that failed, requests get its error for so long; then they try again."""
 _STABLE_SECONDS = 10.0
@@ -124,13 +122,7 @@ class Models:
         if (model := self.by_name.get(name)) is not None:
             return model
         names = [name for each in self.all for name in (*each.spec.names, *each.spec.adapters)]
-        known = list(map(shown, names))
-        raise APIError(
-            404,
-            f"the model {shown(name)} does not exist; this server has {listed(known, _MOST_NAMES)}",
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(name, names)
 
     def answering(self, name: str | None = None) -> list[Model]:
         """Return the models whose engines can be asked now, at most the named one; load none.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from nanovllm.apps.server.server_options import MAX_FILES, ServerOptions, check_options, model_name
 from nanovllm.errors import ConfigError
 from nanovllm.options.config import Config
-from nanovllm.options.flags import TEXTS, Parser, add_flags, fields_of
+from nanovllm.options.flags import Parser, add_flags, fields_of
 from nanovllm.options.lora_request import named_adapters
 from nanovllm.options.model_names import is_path
 from nanovllm.options.validation import (
@@ -95,14 +95,13 @@ class ModelSpec:
     def words(self) -> list[str]:
         """Return the arguments of the command `nanovllm` that serves it."""
         engine = {**self.engine, "gpu_memory_utilization": self.share}
-        given = [*_flags(Config, engine), *_flags(ServerOptions, self.server)]
         return [
             "serve",
             f"--model={self.model}",
             f"--served-model-name={','.join(self.names)}",
             "--drain-seconds=0",  # that of the router is over when it ends an engine
             "--enable-sleep-mode",
-            *given,
+            *_flags({**engine, **self.server}),
         ]
 
 
@@ -222,9 +221,8 @@ def _spec(names: tuple[str, ...], options: dict[str, Any], num_models: int) -> M
     return ModelSpec(names, model, options, server, config.gpu_memory_utilization)
 
 
-def _flags(owner: type, fields: Mapping[str, Any]) -> list[str]:
+def _flags(fields: Mapping[str, Any]) -> list[str]:
     """Return values of fields as flags of the command line."""
-    kinds = fields_of(owner)
     words = []
     for name, value in fields.items():
         flag = f"--{name.replace('_', '-')}"
@@ -232,8 +230,6 @@ def _flags(owner: type, fields: Mapping[str, Any]) -> list[str]:
             words.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, str | int | float):
             words.append(f"{flag}={value}")
-        elif kinds[name].kind in TEXTS:
-            words += [f"{flag}={item}" for item in value]
         else:
             words.append(f"{flag}={json.dumps(value)}")
     return words

@@ -19,7 +19,7 @@ from nanovllm.errors import (
     PromptTooLongError,
 )
 from nanovllm.options.other_names import REMEDIES
-from nanovllm.options.validation import did_you_mean, shown
+from nanovllm.options.validation import did_you_mean, listed, shown
 
 _TYPES = {
     401: "authentication_error",
@@ -39,8 +39,8 @@ _ANTHROPIC_TYPES = {
 """Anthropic's kinds of errors by status; others are an "invalid_request_error"."""
 _OBJECT = ("dict_type", "model_type", "model_attributes_type")
 """Pydantic's errors for what should be an object of JSON."""
-
-
+_MOST_NAMES = 8
+"""Models and adapters that an error lists."""
 _NOT_TEXT = ("image", "document", "video", "audio", "file", "base64", "url")
 
 
@@ -87,6 +87,13 @@ class APIError(HTTPException):
         text = json.dumps(anthropic_body(self) if is_anthropic else self.body)
         headers = dict(self.headers or {})
         return Response(text, self.status_code, headers, media_type="application/json")
+
+
+def unknown_model(name: str | None, known: Seq[str]) -> APIError:
+    """Return the error for a request that names a model which is not one of those `known`."""
+    names = listed([*map(shown, known)], _MOST_NAMES)
+    message = f"the model {shown(name)} does not exist; this server has {names}"
+    return APIError(404, message, param="model", code="model_not_found")
 
 
 def anthropic_body(error: APIError) -> dict[str, Any]:

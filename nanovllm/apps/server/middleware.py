@@ -28,12 +28,7 @@ _MAX_DROPPED_BYTES = 64 * 2**20
 
 def guard(app: Starlette, options: ServerOptions) -> None:
     """Let an app answer only what the options allow, to pages of the origins that they name."""
-    app.add_middleware(
-        GuardMiddleware,
-        api_keys=options.api_keys,
-        allowed_hosts=options.allowed_hosts,
-        max_body_bytes=options.max_body_bytes,
-    )
+    app.add_middleware(GuardMiddleware, options=options)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -46,18 +41,11 @@ def guard(app: Starlette, options: ServerOptions) -> None:
 class GuardMiddleware:
     """Refuses requests with dangerous headers, without an API key, or with too large a body."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: tuple[str, ...],
-        allowed_hosts: frozenset[str] | None,
-        max_body_bytes: int,
-    ) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
-        self._allowed_hosts = allowed_hosts
-        self._keys = [key.encode() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
+        self._allowed_hosts = options.allowed_hosts
+        self._keys = [key.encode() for key in options.api_keys]
+        self._max_body_bytes = options.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

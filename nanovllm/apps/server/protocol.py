@@ -5,7 +5,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -402,30 +402,14 @@ _KEYWORDS: dict[str, tuple[type, str]] = {
 _MAX_SHOWN = 200
 
 
-class _Place(NamedTuple):
-    """Where a value stands in a request: the place around it, and the last step."""
-
-    outer: "_Place | None"
-    step: str
-
-    def text(self) -> str:
-        steps = []
-        place: _Place | None = self
-        while place is not None:
-            steps.append(place.step)
-            place = place.outer
-        text = "".join(reversed(steps))
-        return text if len(text) <= _MAX_SHOWN else f"{text[:80]}...{text[-80:]}"
-
-
 def check_keywords(schema: Any, field: str) -> None:
     """Refuse a tool's schema with a keyword whose value has the wrong type."""
-    # A place is the one around it and the last step there: long names are not copied.
-    unread: list[tuple[_Place, Any]] = [(_Place(None, field), schema)]
+    # A place is the steps that lead to it: long names are not copied.
+    unread: list[tuple[tuple[str, ...], Any]] = [((field,), schema)]
     while unread:
         place, part = unread.pop()
         for key, value in part.items() if isinstance(part, dict) else ():
-            at = _Place(place, f".{key:.80}")
+            at = (*place, f".{key:.80}")
             kind, rule = _KEYWORDS.get(key, (object, ""))
             is_right = isinstance(value, kind)
             if key == "type":
@@ -433,11 +417,14 @@ def check_keywords(schema: Any, field: str) -> None:
                 names = value if isinstance(value, list) else [value]
                 is_right = all(isinstance(name, str) for name in names)
             if value and not is_right:
-                raise refused(at.text(), f"{at.text()} must be {rule}, got {shown(value)}")
+                where = "".join(at)
+                if len(where) > _MAX_SHOWN:
+                    where = f"{where[:80]}...{where[-80:]}"
+                raise refused(where, f"{where} must be {rule}, got {shown(value)}")
             if kind is dict and value:
-                unread += [(_Place(at, f".{name:.80}"), each) for name, each in value.items()]
+                unread += [((*at, f".{name:.80}"), each) for name, each in value.items()]
             elif rule == "a list of schemas" and value:
-                unread += [(_Place(at, f"[{index}]"), each) for index, each in enumerate(value)]
+                unread += [((*at, f"[{index}]"), each) for index, each in enumerate(value)]
             elif key in ("items", "additionalProperties", "not"):
                 unread.append((at, value))
 

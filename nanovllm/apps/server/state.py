@@ -12,7 +12,7 @@ from fastapi import Request
 from nanovllm import __version__
 from nanovllm.apps.server.adapters import Adapters
 from nanovllm.apps.server.admission import MANY_BODIES, AdmissionControl, AnswerBudget, BodyBudget
-from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.error_bodies import APIError, unknown_model
 from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find_answer_format
 from nanovllm.apps.server.prometheus import ServerMetrics
 from nanovllm.apps.server.server_options import ServerOptions, check_options, model_name
@@ -24,13 +24,9 @@ from nanovllm.errors import InvalidRequestError
 from nanovllm.loading.tokenizer import token_bytes
 from nanovllm.options.config import Config
 from nanovllm.options.lora_request import LoRARequest
-from nanovllm.options.validation import listed, shown
 
 if TYPE_CHECKING:
     from nanovllm.apps.server.weight_transfer import WeightTransfer
-
-_MOST_NAMES = 8
-"""Models and adapters that an error lists."""
 
 
 class ServerState:
@@ -154,13 +150,7 @@ class ServerState:
         adapters = self.adapters.by_name
         if name in adapters:
             return adapters[name]
-        known = listed([*map(shown, [*self.names, *adapters])], _MOST_NAMES)
-        raise APIError(
-            404,
-            f"the model {shown(name)} does not exist; this server has {known}",
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(name, [*self.names, *adapters])
 
     def check_priority(self, priority: int | None) -> int:
         """Return a request's priority; raise APIError, status 400, if it may not go so early."""
