@@ -63,10 +63,9 @@ class EngineProcess:
         if api_keys:
             self.client.headers["Authorization"] = f"Bearer {api_keys[0]}"
         self.is_stopping = False
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Start the process; all else needs one."""
         environment = {**os.environ}
         environment.pop(API_KEY_VARIABLE, None)  # a key may have a comma
         self._process = await asyncio.create_subprocess_exec(
@@ -85,7 +84,7 @@ class EngineProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process.returncode is None
 
     async def wait_until_ready(self) -> None:
         """Return when the model is loaded.
@@ -103,8 +102,6 @@ class EngineProcess:
 
     async def ended(self) -> str:
         """Return, when the process has ended, why: the error in its log, or the signal."""
-        assert self._process is not None
-        assert self._reading is not None
         status = await self._process.wait()
         await asyncio.wait([self._reading], timeout=1.0)
         errors = [found[1] for line in self._tail if (found := _ERROR.fullmatch(line))]
@@ -130,7 +127,6 @@ class EngineProcess:
     def terminate(self) -> None:
         """Ask the process to end; it ends its requests as a server that shuts down does."""
         if self.is_alive and not self.is_stopping:  # at a second signal it ends at once
-            assert self._process is not None
             self._process.terminate()
         self.is_stopping = True
 
@@ -138,7 +134,6 @@ class EngineProcess:
         """End the process; requests that it still has are lost."""
         self.terminate()
         if self.is_alive:
-            assert self._process is not None
             try:
                 await asyncio.wait_for(self._process.wait(), _END_SECONDS)
             except TimeoutError:
@@ -149,7 +144,6 @@ class EngineProcess:
 
     async def _read(self) -> None:
         """Pass on the lines of the log, and keep the last."""
-        assert self._process is not None
         stream = self._process.stderr
         assert stream is not None
         while True:

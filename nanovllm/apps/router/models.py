@@ -293,8 +293,8 @@ class Models:
         engine = EngineProcess(
             model.spec.words(), path, self._options.api_keys, lambda line: self._tell(model, line)
         )
-        model.engine = engine
         await engine.start()
+        model.engine = engine
         self._spawn(self._watch(model, engine))
         await engine.wait_until_ready()
         model.cards = (await engine.client.get("/v1/models")).json().get("data", [])

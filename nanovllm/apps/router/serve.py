@@ -24,7 +24,6 @@ from prometheus_client.metrics_core import (
 )
 from starlette.routing import Route
 
-from nanovllm import __version__
 from nanovllm.apps.router.models import Model, Models
 from nanovllm.apps.router.proxy import Proxy
 from nanovllm.apps.router.router_options import RouterOptions, read_models
@@ -32,6 +31,7 @@ from nanovllm.apps.server import control_route, pages, responses_route
 from nanovllm.apps.server.admission import AnswerBudget, BodyBudget, shutting_down
 from nanovllm.apps.server.app import ROUTERS, app_of, routes_of, stand_guard
 from nanovllm.apps.server.error_bodies import APIError
+from nanovllm.apps.server.info_route import version
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.prometheus import filled, http_requests, merge
 from nanovllm.apps.server.request_log import Log
@@ -157,9 +157,7 @@ def _add_own_routes(app: FastAPI, models: Models, answered: Counter[tuple[str, i
             raise shutting_down()
         return {"status": "ready"}
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    app.get("/version")(version)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -44,8 +44,8 @@ from nanovllm.apps.server.protocol import (
     SentBack,
     ShortText,
     Tool,
+    few_in_all,
     refused,
-    too_many,
 )
 from nanovllm.apps.server.sse import error_frames, json_response, named_frames, sse
 from nanovllm.apps.server.state import ServerState, state_of
@@ -216,17 +216,6 @@ class MessageParam(RequestModel):
     content: _Content[AnyBlock]
 
 
-def _few_blocks(messages: Any) -> Any:
-    """Refuse very many blocks in all: checking each of them takes time."""
-    if isinstance(messages, list):
-        contents = [m.get("content") for m in messages if isinstance(m, dict)]
-        blocks = [block for each in contents if isinstance(each, list) for block in each]
-        inner = [block.get("content") for block in blocks if isinstance(block, dict)]
-        if len(blocks) + sum(len(each) for each in inner if isinstance(each, list)) > _MAX_BLOCKS:
-            raise too_many("blocks", _MAX_BLOCKS)
-    return messages
-
-
 class ClientTool(Tool):
     schema_field = "input_schema"
     ignored = frozenset(
@@ -300,7 +289,7 @@ class CountTokensRequest(ConversationRequest):
     messages: Annotated[
         list[MessageParam],
         Field(min_length=1, max_length=4096, fail_fast=True),
-        BeforeValidator(_few_blocks),
+        few_in_all("content", "blocks", _MAX_BLOCKS, depth=2),
     ]
     system: _Content[TextBlock] | None = None
     tools: Annotated[list[ClientTool], _FEW] | None = None

@@ -97,21 +97,25 @@ def refused(field: str, message: str, code: str | None = None) -> PydanticCustom
     return PydanticCustomError("refused", "{message}", context)
 
 
-def too_many(what: str, limit: int) -> PydanticCustomError:
-    """Return the error for a field that has more of something than can be checked in time."""
-    return PydanticCustomError("too_many", "must have at most {limit} " + what, {"limit": limit})
-
-
-def few_in_all(field: str, what: str, limit: int) -> BeforeValidator:
+def few_in_all(field: str, what: str, limit: int, *, depth: int = 1) -> BeforeValidator:
     """Return a check that the objects of a list have few items in their lists `field`, in all:
-    checking each item takes time. Errors call the items `what`.
+    checking each item takes time.
+
+    Args:
+        what: errors call the items so.
+        depth: 2 also counts the items of the items.
     """
 
     def check(given: Any) -> Any:
-        if isinstance(given, list):
-            lists = [each.get(field) for each in given if isinstance(each, dict)]
-            if sum(len(items) for items in lists if isinstance(items, list)) > limit:
-                raise too_many(what, limit)
+        items = given if isinstance(given, list) else []
+        num_items = 0
+        for _ in range(depth):
+            lists = [each.get(field) for each in items if isinstance(each, dict)]
+            items = [item for each in lists if isinstance(each, list) for item in each]
+            num_items += len(items)
+        if num_items > limit:
+            context = {"limit": limit}
+            raise PydanticCustomError("too_many", f"must have at most {{limit}} {what}", context)
         return given
 
     return BeforeValidator(check)
