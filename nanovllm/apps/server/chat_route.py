@@ -12,7 +12,6 @@ from nanovllm.apps.server import generation
 from nanovllm.apps.server.conversation import AnswerReader, prepare, render
 from nanovllm.apps.server.error_bodies import naming_params
 from nanovllm.apps.server.json_route import JSONRoute
-from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -100,8 +99,7 @@ class _Answer:
     def __init__(self, server: ServerState, body: ChatRequest, prompt: str) -> None:
         self._body = body.without_large_fields()
         self._token_bytes = server.token_bytes
-        functions = typed(body.functions)
-        readers = (AnswerReader(server, body, prompt, functions) for _ in range(body.n or 1))
+        readers = (AnswerReader(server, body, prompt) for _ in range(body.n or 1))
         self._choices = [_Choice(reader) for reader in readers]
         self._head = server.answer_head("chatcmpl", body.request_id, body.model)
         self._options = options = body.stream_options or StreamOptions()

@@ -14,7 +14,6 @@ from fastapi import Request
 
 from nanovllm.apps.server import generation
 from nanovllm.apps.server.error_bodies import APIError, naming_params
-from nanovllm.apps.server.output_parsers.parameter_types import TypedFunction
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -168,19 +167,10 @@ async def count_tokens(
 
 
 class AnswerReader:
-    """Reads the text of one answer, as it comes.
+    """Reads the text of one answer, as it comes."""
 
-    Args:
-        functions: the tools of `body`; answers of one request share them.
-    """
-
-    def __init__(
-        self,
-        server: ServerState,
-        body: ConversationRequest,
-        prompt: str,
-        functions: Seq[TypedFunction],
-    ) -> None:
+    def __init__(self, server: ServerState, body: ConversationRequest, prompt: str) -> None:
+        functions = body.functions
         self._parser = server.answer_format.parser(
             has_tools=bool(functions),
             starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),

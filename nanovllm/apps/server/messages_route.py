@@ -25,7 +25,6 @@ from nanovllm.apps.server.conversation import (
 from nanovllm.apps.server.error_bodies import APIError, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
-from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -507,7 +506,7 @@ class _Answer:
     """Puts the parts of an answer into `message`, which grows; each change of it is an event."""
 
     def __init__(self, server: ServerState, body: MessagesRequest, prompt: str) -> None:
-        self._reader = AnswerReader(server, body, prompt, typed(body.functions))
+        self._reader = AnswerReader(server, body, prompt)
         self._stop_sequences = frozenset(body.stop_sequences or ())
         self._max_model_len = server.max_model_len
         self._block: dict[str, Any] | None = None  # the last of the content, while it grows

@@ -5,6 +5,7 @@ Types only: ranges are checked by `SamplingParams`, which has the better message
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
+from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes
 from nanovllm.chat.openai_messages import counts_as_absent, is_empty
 from nanovllm.options.other_names import OTHER_NAMES, OtherName, find_other, other_names
 from nanovllm.options.validation import did_you_mean, shown
@@ -443,6 +445,11 @@ class Tool(RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @cached_property
+    def types(self) -> ParameterTypes:
+        """The types of the parameters; answers of one request share what was found."""
+        return ParameterTypes(self.parameters)
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:

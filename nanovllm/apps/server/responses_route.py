@@ -24,7 +24,6 @@ from nanovllm.apps.server.conversation import (
 from nanovllm.apps.server.error_bodies import APIError, as_api_error, naming_params
 from nanovllm.apps.server.json_route import JSONRoute
 from nanovllm.apps.server.output_parsers.answer_format import ToolChoice
-from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -558,7 +557,7 @@ class _Answer:
     def __init__(
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
-        self._reader = AnswerReader(server, body, prompt, typed(body.functions))
+        self._reader = AnswerReader(server, body, prompt)
         self._tools = body.called_tools()
         self._encodes_reasoning = body.includes("reasoning.encrypted_content")
         self._arguments = ""  # of the item, if it is a call of a custom tool

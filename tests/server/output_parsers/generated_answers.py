@@ -11,7 +11,6 @@ from random import Random
 from typing import Any, NamedTuple
 
 from nanovllm.apps.server.output_parsers.channels import HARMONY_TAGS, MUSE_TAGS
-from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes, TypedFunction
 from nanovllm.apps.server.output_parsers.reasoning import (
     COHERE,
     GEMMA4,
@@ -31,6 +30,7 @@ from nanovllm.apps.server.output_parsers.tool_formats import (
     MISTRAL_ARGS,
     TOOL_FORMATS,
 )
+from nanovllm.apps.server.protocol import Tool
 from tests.server.output_parsers.helpers import marked_text
 
 Call = tuple[str, dict[str, Any]]
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     text: str
     started: bool  # whether the prompt opens the reasoning
     marked: tuple[str, ...]  # tags that have TOKEN_MARK before them
-    functions: list[TypedFunction]
+    functions: list[Tool]
     reasoning: str
     said: str
     calls: list[Call]
@@ -554,7 +554,7 @@ def muse_answer(rng: Random) -> Answer:
     text = without_marks(marked_text(f"{start}assistant".join(messages), tags))
     calls = plain(calls)
     return Answer(
-        text, started, tags, typed_functions(rng, calls), "\n".join(thoughts), "".join(said), calls
+        text, started, tags, functions_of(rng, calls), "\n".join(thoughts), "".join(said), calls
     )
 
 
@@ -583,7 +583,7 @@ def answer(name: str, rng: Random) -> Answer:
         text += f"{space}{source}" + (f"\n{after}" if after else "")
     elif rng.random() < 0.5 and family.near_calls:
         said = text = f"{before}\n{rng.choice(family.near_calls)}".lstrip("\n")
-    functions = typed_functions(rng, calls)
+    functions = functions_of(rng, calls)
     reasoning, started = "", False
     if family.thought is not None and rng.random() < 0.6:
         # In an argument the closing tag is taken for one.
@@ -600,12 +600,12 @@ def plain(calls: list[Call]) -> list[Call]:
     return [(name, arguments) for name, arguments in meant]
 
 
-def typed_functions(rng: Random, calls: list[Call]) -> list[TypedFunction]:
+def functions_of(rng: Random, calls: list[Call]) -> list[Tool]:
     """Return the functions that are called, with schemas that the arguments fit."""
     functions = []
     for name in sorted({name for name, _ in calls}):
         schema = schema_of(rng, [given for other, given in calls if other == name])
-        functions.append(TypedFunction(name, schema, ParameterTypes(schema)))
+        functions.append(Tool.model_construct(name=name, parameters=schema))
     return functions
 
 

@@ -16,7 +16,6 @@ from nanovllm.apps.server.output_parsers.answer_format import (
     ToolChoice,
     find_answer_format,
 )
-from nanovllm.apps.server.output_parsers.parameter_types import typed
 from nanovllm.apps.server.output_parsers.parts import (
     Part,
     ReasoningDelta,
@@ -24,7 +23,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from nanovllm.apps.server.protocol import ChatRequest, FunctionName
+from nanovllm.apps.server.protocol import ChatRequest, FunctionName, Tool
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.errors import ConfigError, InvalidRequestError
 from nanovllm.features.structured.grammar import GrammarCompiler
@@ -35,8 +34,8 @@ from tests.server.output_parsers.helpers import split
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
-    SimpleNamespace(name="weather", parameters=CITY),
-    SimpleNamespace(name="now", parameters=None),
+    Tool.model_construct(name="weather", parameters=CITY),
+    Tool.model_construct(name="now", parameters=None),
 ]
 QWEN = "{% if tools %}<tool_call>{% endif %}{{ m.reasoning_content }}<think></think>"
 MAY_THINK = "<think>\n\n</think>"
@@ -284,9 +283,13 @@ def test_schemas_of_arguments() -> None:
     }
     inner = {"type": "object", "properties": {"b": {"const": 1}}}
     tools = [
-        SimpleNamespace(name="grow", parameters=tree),
-        SimpleNamespace(name="any", parameters={"type": "object", "additionalProperties": True}),
-        SimpleNamespace(name="inner", parameters={"properties": {"a": inner}, "required": ["a"]}),
+        Tool.model_construct(name="grow", parameters=tree),
+        Tool.model_construct(
+            name="any", parameters={"type": "object", "additionalProperties": True}
+        ),
+        Tool.model_construct(
+            name="inner", parameters={"properties": {"a": inner}, "required": ["a"]}
+        ),
     ]
     grammar = calls(LLAMA, "required", tools=tools)
     assert grammar.takes('{"name": "grow", "parameters": {"tree": [[], [[]]]}}')
@@ -300,7 +303,7 @@ def test_annotations_of_tools_count_towards_no_limit() -> None:
     """Symptom: 40 tools that say what they do are too many for tool_choice="required"."""
     long = {"type": "string", "description": "x" * 2000, "title": "y", "examples": ["z"]}
     parameters = {"type": "object", "properties": {"description": long}, "description": "x"}
-    tools = [SimpleNamespace(name=f"f{i}", parameters=parameters) for i in range(40)]
+    tools = [Tool.model_construct(name=f"f{i}", parameters=parameters) for i in range(40)]
     grammar = calls(LLAMA, "required", tools=tools)
     assert grammar.takes('{"name": "f39", "parameters": {"description": "a"}}')
 
@@ -308,12 +311,12 @@ def test_annotations_of_tools_count_towards_no_limit() -> None:
 def test_errors_of_tools_name_them() -> None:
     found = answer_format(LLAMA)
     many = [{"type": "object", "properties": {"x" * 60_000: {}}}] * 2
-    tools = [SimpleNamespace(name="f", parameters=parameters) for parameters in many]
+    tools = [Tool.model_construct(name="f", parameters=parameters) for parameters in many]
     given = SamplingParams(structured_outputs={"json": CITY})
     for tool_choice, params in (("required", SamplingParams()), ("auto", given)):
         with pytest.raises(InvalidRequestError, match="^tools: their grammar has 12.* is 65536"):
             found.params(params, "", tools, tool_choice)
-    bad = [SimpleNamespace(name="f", parameters={"properties": {"a": {"not": {}}}})]
+    bad = [Tool.model_construct(name="f", parameters={"properties": {"a": {"not": {}}}})]
     with pytest.raises(InvalidRequestError, match=r'^tools cannot be used: .*"f": .*"not"'):
         Grammar(found.params(SamplingParams(), "", bad, "required"))
     with pytest.raises(InvalidRequestError, match=r"^structured_outputs.json '{.*}' next to tools"):
@@ -458,7 +461,7 @@ def test_qwen_3_5_reasons_and_calls_by_the_types_of_its_tools(prompt: str) -> No
     found = answer_format(QWEN35)
     inside = found.starts_in_reasoning(prompt)
     days = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-    tools = [SimpleNamespace(name="weather", parameters=days)]
+    tools = [Tool.model_construct(name="weather", parameters=days)]
     parser = found.parser(has_tools=True, starts_in_reasoning=inside, tools=tools)
     values = "<parameter=city>\n7\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
     call = f"<tool_call>\n<function=weather>\n{values}</function>\n</tool_call>"
@@ -478,7 +481,7 @@ def qwen_3_5_reader(prompt: str) -> AnswerReader:
     engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=None))
     llm = SimpleNamespace(engine=engine)
     server: Any = SimpleNamespace(answer_format=answer_format(QWEN35), llm=llm)
-    return AnswerReader(server, body, prompt, typed(body.functions))
+    return AnswerReader(server, body, prompt)
 
 
 QWEN35_CALL = "<tool_call><function=f><parameter=a>7</parameter></function></tool_call>"

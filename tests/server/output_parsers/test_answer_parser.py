@@ -1,16 +1,15 @@
 """An answer is split into reasoning, text and calls, however its text is cut."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
 from nanovllm.apps.server.output_parsers.parts import ReasoningDelta, TextDelta
 from nanovllm.apps.server.output_parsers.reasoning import REASONING_FORMATS, ReasoningParser
+from nanovllm.apps.server.protocol import Tool
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.output_parsers.helpers import Split, make_parser, split
 
-FUNCTIONS = [SimpleNamespace(name=name, parameters=None) for name in ("f", "g")]
+FUNCTIONS = [Tool.model_construct(name=name, parameters=None) for name in ("f", "g")]
 
 
 def make(tools: str, reasoning: str, *, started: bool, marked: tuple[str, ...]) -> AnswerParser:

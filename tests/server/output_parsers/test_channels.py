@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from nanovllm.apps.server.output_parsers.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
+from nanovllm.apps.server.protocol import Tool
 from nanovllm.chat.tool_messages import for_harmony
 from tests.every_case import examples
 from tests.server.output_parsers.helpers import Split, from_tokens, in_pieces, split
@@ -29,7 +29,7 @@ THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm. é{END}{START}assistant"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 WEATHER = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object"}}
-FUNCTIONS = [SimpleNamespace(name="weather", parameters={"properties": PROPERTIES})]
+FUNCTIONS = [Tool.model_construct(name="weather", parameters={"properties": PROPERTIES})]
 
 
 def parse(

@@ -16,6 +16,7 @@ from nanovllm.apps.server.output_parsers import tool_formats
 from nanovllm.apps.server.output_parsers.channels import MuseParser
 from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
 from nanovllm.apps.server.output_parsers.tool_formats import find_tool_format
+from nanovllm.apps.server.protocol import Tool
 from nanovllm.chat.templates import ChatTemplates
 from nanovllm.errors import InvalidRequestError
 from tests.chat.family_templates import TEMPLATES
@@ -205,7 +206,7 @@ def test_the_parser_reads_what_the_prompt_shows(chat: ChatTemplates, family: str
     assert found is (None if name is None else getattr(tool_formats, name))
     if found is None:
         return
-    functions = [SimpleNamespace(**each["function"]) for each in TOOLS]
+    functions = [Tool.model_construct(**each["function"]) for each in TOOLS]
     beside = {**ROME, "content": "Let me look."}
     for message in (ROME,) if name == "LLAMA_PYTHONIC" else (ROME, beside):
         before = render(chat, family, [ASKED], TOOLS).rstrip().removesuffix("<think>")

@@ -1,13 +1,13 @@
 """Gemma's and LFM2's calls, whose values are literals, become JSON, however the text is cut."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanovllm.apps.server.output_parsers.parts import TextDelta, ToolCallStart
 from nanovllm.apps.server.output_parsers.tool_formats import GEMMA4, PYTHONIC
+from nanovllm.apps.server.protocol import Tool
 from nanovllm.options.sampling_params import TOKEN_MARK
 from tests.server.output_parsers.helpers import (
     Answer,
@@ -220,13 +220,13 @@ def test_a_string_without_an_end_ends_with_the_call() -> None:
 )
 def test_a_bare_word_where_the_schema_wants_a_string(schema: Any, word: str, value: Any) -> None:
     properties = {} if schema is None else {"a": schema}
-    functions = [SimpleNamespace(name="f", parameters={"properties": properties})]
+    functions = [Tool.model_construct(name="f", parameters={"properties": properties})]
     answer = [("f", json.dumps({"b": 1, "a": value, "c": [1]}))]
     check("gemma4", gemma(f"{{b:1,a:{word},c:[1]}}"), answer, functions=functions)
 
 
 def test_declared_parameters_tell_nested_quotes_from_ends() -> None:
-    functions = [SimpleNamespace(name="f", parameters={"properties": {"code": {}, "n": {}}})]
+    functions = [Tool.model_construct(name="f", parameters={"properties": {"code": {}, "n": {}}})]
     text = python("f(code='plot(x, 'red', label='Circle')\nshow()', n=2)")
     code = "plot(x, 'red', label='Circle')\nshow()"
     check("lfm2", text, [("f", json.dumps({"code": code, "n": 2}))], functions=functions)

@@ -1,11 +1,11 @@
 """The types of parameters follow from the schema of their function, whatever form it has."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes, typed
+from nanovllm.apps.server.output_parsers.parameter_types import ParameterTypes
+from nanovllm.apps.server.protocol import Tool
 
 CITY: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 STRING = {"string"}
@@ -105,7 +105,6 @@ def test_declared_names() -> None:
 
 
 def test_answers_can_share_what_was_found() -> None:
-    (found,) = typed([SimpleNamespace(name="f", parameters=CITY)])
-    assert found.types.of("a") == {"integer"}
-    (again,) = typed([found])
-    assert again is found
+    tool = Tool(name="f", parameters=CITY)
+    assert tool.types.of("a") == {"integer"}
+    assert tool.types is tool.types

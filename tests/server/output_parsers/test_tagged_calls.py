@@ -1,13 +1,13 @@
 """Calls of Qwen 3.5 become JSON by the types of their function, however the text is cut."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanovllm.apps.server.output_parsers.parts import ToolCallArguments, ToolCallStart
 from nanovllm.apps.server.output_parsers.tagged_calls import as_json
+from nanovllm.apps.server.protocol import Tool
 from tests.server.output_parsers.helpers import Answer, check, make_parser, parse
 
 SCHEMA: dict[str, Any] = {
@@ -32,8 +32,8 @@ SCHEMA: dict[str, Any] = {
     },
 }
 FUNCTIONS = [
-    SimpleNamespace(name="f", parameters=SCHEMA),
-    SimpleNamespace(name="g", parameters=None),
+    Tool.model_construct(name="f", parameters=SCHEMA),
+    Tool.model_construct(name="g", parameters=None),
 ]
 
 

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
 from nanovllm.apps.server.output_parsers.channels import ChannelsParser, HarmonyParser, MuseParser
-from nanovllm.apps.server.output_parsers.parameter_types import Function
+from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
 from nanovllm.apps.server.output_parsers.parts import PartsReader, marked_tag
 from nanovllm.apps.server.output_parsers.reasoning import (
     REASONING_FORMATS,
@@ -56,6 +56,7 @@ class _Loose(NamedTuple):
 
     name: str
     parameters: Mapping[str, Any] = MappingProxyType({"additionalProperties": True})
+    types: ParameterTypes = ParameterTypes(None)
 
 
 class AnswerFormat:

@@ -6,7 +6,7 @@ Reads any schema of a function: what it does not understand says nothing.
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 TYPES = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
@@ -45,15 +45,6 @@ _BRANCHES = ("allOf", "anyOf", "oneOf")
 _MAX_DEPTH = 64  # depth of schemas and references that say of what type one value is
 
 _Types = frozenset[str] | None  # None stands for any type
-
-
-class Function(Protocol):
-    """A function that a model may call."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, Any] | None: ...
 
 
 class ParameterTypes:
@@ -140,22 +131,15 @@ class ParameterTypes:
         return part
 
 
-class TypedFunction(NamedTuple):
-    """A function, and the types of its parameters; each is looked for once."""
+class Function(Protocol):
+    """A function that a model may call."""
 
-    name: str
-    parameters: Mapping[str, Any] | None
-    types: ParameterTypes
-
-
-def typed(functions: Iterable[Function]) -> list[TypedFunction]:
-    """Return functions with the types of their parameters, to be shared between answers."""
-    found = []
-    for each in functions:
-        if not isinstance(each, TypedFunction):
-            each = TypedFunction(each.name, each.parameters, ParameterTypes(each.parameters))
-        found.append(each)
-    return found
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
+    @property
+    def types(self) -> ParameterTypes: ...
 
 
 def _named(schema: Mapping[str, Any], name: str) -> list[Any]:

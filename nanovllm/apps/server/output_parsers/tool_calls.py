@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-from nanovllm.apps.server.output_parsers.parameter_types import Function, typed
+from nanovllm.apps.server.output_parsers.parameter_types import Function
 from nanovllm.apps.server.output_parsers.parts import (
     NotACall,
     PartsReader,
@@ -58,7 +58,7 @@ class ToolCallParser(PartsReader):
     def __init__(self, tags: Sequence[str], functions: Sequence[Function] = ()) -> None:
         super().__init__()
         self._tags = tags
-        self._functions = typed(functions)
+        self._functions = functions
         self._opening, self._end = tags[:2]
         self._openings = (self._opening, *map(self._tag, self.other_openings))
         self._stops: tuple[str, ...] = ()  # tags that end a value which was not ended
