@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from nanovllm.apps.server.output_parsers.answer_format import AnswerFormat, find
 from nanovllm.apps.server.output_parsers.channels import HARMONY_TAGS, MUSE_TAGS
 from nanovllm.apps.server.output_parsers.parts import Part
 from nanovllm.apps.server.output_parsers.tool_formats import GEMMA4
+from nanovllm.apps.server.protocol import Tool
 from nanovllm.features.structured.grammar import GrammarCompiler
 from nanovllm.options.structured_outputs import structured_outputs
 from tests.checkpoints import copy_checkpoint, read_json, write_json
@@ -33,8 +33,8 @@ HARMONY = (
 GEMMA = "{% if tools %}<|tool_call>{% endif %}{{ m.reasoning_content }}<|channel>thought<channel|>"
 MUSE = "{% if tools %}<atem:function_calls>{% endif %} to=self<|message|>"
 MISTRAL = "{% if tools %}[TOOL_CALLS]f[ARGS]{% endif %}[THINK]{{ block['thinking'] }}[/THINK]"
-TOOLS = [SimpleNamespace(name="f", parameters={"properties": {"a": {"enum": ["x", "<|end|>"]}}})]
-TOOL: Any = {"type": "function", "function": vars(TOOLS[0])}
+TOOLS = [Tool(name="f", parameters={"properties": {"a": {"enum": ["x", "<|end|>"]}}})]
+TOOL: Any = {"type": "function", "function": TOOLS[0].model_dump(exclude_none=True)}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def answers(llm: LLM, found: AnswerFormat, ids: list[int]) -> Iterator[tuple[Spl
     params = found.params(given, "", TOOLS, "auto")
     (whole,) = llm.generate(["Hi"], params, use_tqdm=False)
     for outputs in ([whole], list(llm.stream("Hi", params))):
-        parser = found.parser(has_tools=True, starts_in_reasoning=False)
+        parser = found.parser("", TOOLS)
         parts: list[Part] = []
         for output in outputs:
             parts += parser.feed(output.outputs[0].text)

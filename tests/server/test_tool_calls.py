@@ -8,6 +8,7 @@ import pytest
 from openai import OpenAI
 
 from nanovllm.apps.server.output_parsers.answer_format import find_answer_format
+from nanovllm.apps.server.protocol import Tool
 from tests.glossary import ANSWERS, QUESTIONS
 from tests.server.conftest import Running
 
@@ -135,9 +136,8 @@ def test_a_round(client: OpenAI, server: Running) -> None:
     text = server.send("/detokenize", {"tokens": tokens}).body["prompt"]
     assert '"name": "weather"' in text.partition("<|im_end|>")[0]
     answer = text.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
-    parser = find_answer_format(None, "hermes", "none").parser(
-        has_tools=True, starts_in_reasoning=False
-    )
+    tools = [Tool(**TOOLS[0]["function"])]
+    parser = find_answer_format(None, "hermes", "none").parser("", tools)
     start, arguments = parser.feed(answer) + parser.finish()
     assert getattr(start, "name", None) == "weather"
     assert json.loads(getattr(arguments, "text", "")) == json.loads(call.function.arguments)

@@ -170,13 +170,8 @@ class AnswerReader:
     """Reads the text of one answer, as it comes."""
 
     def __init__(self, server: ServerState, body: ConversationRequest, prompt: str) -> None:
-        functions = body.functions
         self._parser = server.answer_format.parser(
-            has_tools=bool(functions),
-            starts_in_reasoning=server.answer_format.starts_in_reasoning(prompt),
-            starts_in_answer=server.answer_format.starts_in_answer(prompt),
-            parallel_tool_calls=body.may_repeat,
-            tools=functions,
+            prompt, body.functions, parallel_tool_calls=body.may_repeat
         )
         self._with_reasoning = body.include_reasoning is not False
         self._tokenizer: Any = server.llm.engine.input_processor.tokenizer

@@ -105,10 +105,8 @@ def calls(
     return Grammar(SamplingParams(structured_outputs=form), special=special)
 
 
-def parse(
-    parser_of: AnswerFormat, text: str, *, in_reasoning: bool = False, cut: bool = False
-) -> list[Part]:
-    parser = parser_of.parser(has_tools=True, starts_in_reasoning=in_reasoning)
+def parse(parser_of: AnswerFormat, text: str, *, prompt: str = "", cut: bool = False) -> list[Part]:
+    parser = parser_of.parser(prompt, TOOLS)
     return [*parser.feed(decoded(parser_of, text)), *parser.finish(cut=cut)]
 
 
@@ -417,9 +415,9 @@ def test_special_tokens_are_dropped_by_their_ids() -> None:
     detokenizer = Detokenizer(tokenizer, marked=marked, skip_special_tokens=False, skipped=skipped)
     detokenizer.add_all([tags[1], *token_ids, tags[2], tags[0]])
     assert detokenizer.text == f"<p><|end|>[TOOL_CALLS]{TOKEN_MARK}[TOOL_CALLS]"
-    calling = found.parser(has_tools=True, starts_in_reasoning=False)
+    calling = found.parser("", TOOLS)
     assert calling.feed(detokenizer.text) == [TextDelta("<p><|end|>[TOOL_CALLS]")]
-    parser = found.parser(has_tools=False, starts_in_reasoning=False)
+    parser = found.parser("", [])
     assert parser.feed("<p><|end|>") + parser.finish() == [TextDelta("<p><|end|>")]
     for tools, choice in (([], "auto"), (TOOLS, "none")):
         without: ToolChoice = choice  # type: ignore[assignment]
@@ -431,7 +429,7 @@ def test_special_tokens_are_dropped_by_their_ids() -> None:
 
 
 def test_calls_are_looked_for_only_with_tools() -> None:
-    parser = answer_format(QWEN).parser(has_tools=False, starts_in_reasoning=False)
+    parser = answer_format(QWEN).parser("", [])
     assert parser.feed(HERMES_CALL) + parser.finish() == [TextDelta(HERMES_CALL)]
 
 
@@ -444,7 +442,7 @@ def test_where_a_prompt_ends() -> None:
 
 def test_named_formats() -> None:
     found = find_answer_format(None, "llama3_json", "deepseek_r1")
-    parts = parse(found, f"a</think>{LLAMA_CALL}", in_reasoning=True)
+    parts = parse(found, f"a</think>{LLAMA_CALL}", prompt="<think>\n")
     assert parts[0] == ReasoningDelta("a")
     assert isinstance(parts[1], ToolCallStart)
     assert parse(find_answer_format(QWEN, "none", "none"), f"<think>{HERMES_CALL}") == [
@@ -462,7 +460,7 @@ def test_qwen_3_5_reasons_and_calls_by_the_types_of_its_tools(prompt: str) -> No
     inside = found.starts_in_reasoning(prompt)
     days = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
     tools = [Tool.model_construct(name="weather", parameters=days)]
-    parser = found.parser(has_tools=True, starts_in_reasoning=inside, tools=tools)
+    parser = found.parser(prompt, tools)
     values = "<parameter=city>\n7\n</parameter>\n<parameter=days>\n7\n</parameter>\n"
     call = f"<tool_call>\n<function=weather>\n{values}</function>\n</tool_call>"
     text = f"{'' if inside else '<think>'}Hm.\n</think>\n\nI look.\n\n{call}"

@@ -100,23 +100,17 @@ class AnswerFormat:
         return tag != "" and prompt.rstrip().endswith(tag)
 
     def parser(
-        self,
-        *,
-        has_tools: bool,
-        starts_in_reasoning: bool,
-        starts_in_answer: bool = False,
-        parallel_tool_calls: bool = True,
-        tools: Sequence[Function] = (),
+        self, prompt: str, tools: Sequence[Function], *, parallel_tool_calls: bool = True
     ) -> AnswerParser:
         """Return a parser for one answer.
 
         Args:
-            has_tools: whether to look for tool calls. As in vLLM, a call of a tool that does not
-                exist is a call.
+            prompt: the rendered conversation.
+            tools: those that the model knows; without any, calls are not looked for. As in vLLM, a
+                call of a tool that does not exist is a call.
             parallel_tool_calls: False drops the calls after the first.
-            tools: the functions, for formats that leave the types of arguments to their schemas.
         """
-        has_tools = self._tools is not None and has_tools
+        has_tools = self._tools is not None and bool(tools)
         marked = self._marked_tags(has_tools=has_tools)
         reasoning: PartsReader | None = None
         calls = None
@@ -124,7 +118,7 @@ class AnswerFormat:
             reasoning = self._channels(
                 has_reasoning=self._reasoning is not None,
                 has_calls=has_tools,
-                started=starts_in_reasoning,
+                started=self.starts_in_reasoning(prompt),
                 marked=marked,
                 functions=tools,
             )
@@ -132,8 +126,8 @@ class AnswerFormat:
             if self._reasoning is not None:
                 reasoning = ReasoningParser(
                     self._reasoning,
-                    started=starts_in_reasoning,
-                    answer_started=starts_in_answer,
+                    started=self.starts_in_reasoning(prompt),
+                    answer_started=self.starts_in_answer(prompt),
                     marked=marked,
                 )
             if self._tools is not None and self._tools.parser is not None and has_tools:
