@@ -141,14 +141,8 @@ def prepare(
     prompt = render(server, body)
     text = prompt.text or ""
     generation.check_logprobs(server, params, [len(text)])
-    functions = body.functions
     params = server.answer_format.params(
-        params,
-        text,
-        functions,
-        body.choice,
-        parallel_tool_calls=body.may_repeat,
-        strict={function.name for function in functions if function.strict},
+        params, text, body.functions, body.choice, parallel_tool_calls=body.may_repeat
     )
     return dataclasses.replace(prompt, salt=body.cache_salt), params
 

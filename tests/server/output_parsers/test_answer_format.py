@@ -37,6 +37,7 @@ TOOLS = [
     Tool.model_construct(name="weather", parameters=CITY),
     Tool.model_construct(name="now", parameters=None),
 ]
+STRICT = [TOOLS[0].model_copy(update={"strict": True}), TOOLS[1]]
 QWEN = "{% if tools %}<tool_call>{% endif %}{{ m.reasoning_content }}<think></think>"
 MAY_THINK = "<think>\n\n</think>"
 LLAMA = "{% if tools %}<|python_tag|>{% endif %}"
@@ -331,7 +332,7 @@ def test_strict_tools_hold_in_calls_that_the_model_makes_of_itself(
 ) -> None:
     def grammar(**options: Any) -> Grammar:
         found = answer_format(template, special=special).params(
-            SamplingParams(), "", TOOLS, "auto", strict={"weather"}, **options
+            SamplingParams(), "", STRICT, "auto", **options
         )
         return Grammar(found, special=special)
 
@@ -353,7 +354,7 @@ def test_strict_tools_hold_in_calls_that_the_model_makes_of_itself(
 @pytest.mark.parametrize("template", [LLAMA, QWEN35, LFM2])
 def test_where_strict_tools_do_not_hold(template: str) -> None:
     """A grammar would have the model write calls otherwise than it was trained to."""
-    found = answer_format(template).params(SamplingParams(), "", TOOLS, "auto", strict={"weather"})
+    found = answer_format(template).params(SamplingParams(), "", STRICT, "auto")
     assert found.structured_outputs is None
 
 

@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 from tokenizers import AddedToken
 
 from nanovllm.apps.server.output_parsers.answer_parser import AnswerParser
 from nanovllm.apps.server.output_parsers.channels import ChannelsParser, HarmonyParser, MuseParser
-from nanovllm.apps.server.output_parsers.parameter_types import Function, ParameterTypes
+from nanovllm.apps.server.output_parsers.parameter_types import Function
 from nanovllm.apps.server.output_parsers.parts import PartsReader, marked_tag
 from nanovllm.apps.server.output_parsers.reasoning import (
     REASONING_FORMATS,
@@ -49,14 +48,6 @@ class NamedTool(Protocol):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-class _Loose(NamedTuple):
-    """A tool that takes any arguments."""
-
-    name: str
-    parameters: Mapping[str, Any] = MappingProxyType({"additionalProperties": True})
-    types: ParameterTypes = ParameterTypes(None)
 
 
 class AnswerFormat:
@@ -155,18 +146,17 @@ class AnswerFormat:
         tool_choice: ToolChoice,
         *,
         parallel_tool_calls: bool = True,
-        strict: Collection[str] = (),
     ) -> SamplingParams:
         """Return the parameters with which a request runs.
 
         What the answer must be, calls or a form of the text, comes after the reasoning. Where the
         text must be JSON and the model may call tools, the answer is either of them. Tags that are
         special tokens stay in the text, marked for the parser. Tokens after calls end the answer.
+        The arguments of strict tools fit their schemas also in calls that the model makes of its
+        own accord, if the format allows it.
 
         Args:
             prompt: the rendered conversation.
-            strict: the tools whose arguments must also fit their schema in calls that the model
-                makes of its own accord, if the format allows it.
 
         Raises:
             InvalidRequestError: as for `tool_grammar`; or the form cannot come after reasoning.
@@ -184,8 +174,8 @@ class AnswerFormat:
                     tools, several=parallel_tool_calls, tag_ids=self._tag_ids
                 )
             form = self._after_reasoning(given, prompt, calls)
-        elif form is None and strict and tool_choice == "auto":
-            form = self._strict_calls(tools, strict, prompt, several=parallel_tool_calls)
+        elif form is None and tool_choice == "auto" and any(tool.strict for tool in tools):
+            form = self._strict_calls(tools, prompt, several=parallel_tool_calls)
         if form is not None:
             changes["structured_outputs"] = form
         kept = self._marked_tags(has_tools=bool(tools) and tool_choice != "none")
@@ -231,7 +221,7 @@ class AnswerFormat:
         return made_grammar(f"{self._start(prompt)}answer: calls\n{rules}", "tools")
 
     def _strict_calls(
-        self, tools: Sequence[Function], strict: Collection[str], prompt: str, *, several: bool
+        self, tools: Sequence[Function], prompt: str, *, several: bool
     ) -> StructuredOutputsParams | None:
         """Return the form of a text with calls at its end; None if calls cannot be told from it."""
         known = self._tools
@@ -241,8 +231,7 @@ class AnswerFormat:
         closes = self._reasoning is not None and prompt.rstrip().endswith(self._reasoning.closing)
         if self._reasoning is not None and start == _NO_REASONING and not closes:
             return None  # it may reason all the same
-        held = [tool if tool.name in strict else _Loose(tool.name) for tool in tools]
-        rules = known.grammar(held, several=several, tag_ids=self._tag_ids)
+        rules = known.grammar(tools, several=several, tag_ids=self._tag_ids, only_strict=True)
         text = f"{start}answer: TEXT? calls?\nTEXT: /(?s:.+)/\n{rules}"
         return made_grammar(text, "strict tools")
 

@@ -55,13 +55,19 @@ class ToolFormat:
         return bool(self.parser and base and issubclass(self.parser, base))
 
     def grammar(
-        self, functions: Sequence[Function], *, several: bool, tag_ids: Mapping[str, int]
+        self,
+        functions: Sequence[Function],
+        *,
+        several: bool,
+        tag_ids: Mapping[str, int],
+        only_strict: bool = False,
     ) -> str:
         """Return rules in llguidance's Lark, of which `calls` is one call or more.
 
         Args:
             several: whether more than one call may be made: `MAX_CALLS` at most.
             tag_ids: ids of the tags that are tokens.
+            only_strict: whether functions that are not strict take any arguments.
 
         Raises:
             InvalidRequestError: the rules are too long.
@@ -78,7 +84,9 @@ class ToolFormat:
         for index, function in enumerate(functions):
             made = call.replace("ARGUMENTS", f"arguments_{index}").replace("NAME", function.name)
             rules.append(f"call_{index}: {made}")
-            schema = json.dumps(arguments_schema(function.parameters))
+            takes_any = only_strict and not function.strict
+            parameters = {"additionalProperties": True} if takes_any else function.parameters
+            schema = json.dumps(arguments_schema(parameters))
             rules.append(f"arguments_{index}: %json {schema} // {json.dumps(function.name)}")
         text = "\n".join(rules) + "\n"
         if len(text) > MAX_CHARS:
