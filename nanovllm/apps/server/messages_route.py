@@ -450,7 +450,7 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
         case TextBlock() | DocumentBlock() | SearchResultBlock():
             _add_text(turns, role, _text_of(block))
         case ImageBlock():
-            turns.turn(role).setdefault("content", []).append(_picture_of(block))
+            turns.turn(role).setdefault("content", []).append(block.model_dump())
         case ThinkingBlock():
             turn = turns.turn("assistant")
             turn.setdefault("reasoning_content", []).append(block.thinking)
@@ -461,7 +461,7 @@ def _add_block(turns: Turns, role: str, block: AnyBlock) -> None:
             if isinstance(given, str):
                 given = [TextBlock(type="text", text=given)]
             parts = [
-                _picture_of(part) if isinstance(part, ImageBlock) else _text_of(part)
+                part.model_dump() if isinstance(part, ImageBlock) else _text_of(part)
                 for part in given
             ]
             texts = [part for part in parts if isinstance(part, str)]
@@ -479,11 +479,6 @@ def _joined(name: str, value: Any) -> Any:
     if all(isinstance(part, str) for part in value):
         return _BETWEEN_PARTS[name].join(filter(None, value))
     return [{"type": "text", "text": p} if isinstance(p, str) else p for p in value if p]
-
-
-def _picture_of(block: ImageBlock) -> dict[str, Any]:
-    """Return the part of a message for a picture."""
-    return {"type": "image", "source": block.source}
 
 
 def _text_of(block: TextBlock | DocumentBlock | SearchResultBlock | FoundTool) -> str:

@@ -394,10 +394,6 @@ class ResponsesRequest(ConversationRequest):
     def choice(self) -> ToolChoice:
         return self.tool_choice or "auto"
 
-    def called_tools(self) -> dict[str, CalledTool]:
-        """Return what the client calls each tool, by the name of the function in its place."""
-        return {called.function_name: called for _, called in functions(self.tools or ())}
-
     def includes(self, part: str) -> bool:
         """Whether the answer is to have a part that not every answer has."""
         return part in (self.include or ())
@@ -558,7 +554,8 @@ class _Answer:
         self, server: ServerState, body: ResponsesRequest, params: SamplingParams, prompt: str
     ) -> None:
         self._reader = AnswerReader(server, body, prompt)
-        self._tools = body.called_tools()
+        # What the client calls each tool, by the name of the function in its place.
+        self._tools = {tool.function_name: tool for _, tool in functions(body.tools or ())}
         self._encodes_reasoning = body.includes("reasoning.encrypted_content")
         self._arguments = ""  # of the item, if it is a call of a custom tool
         self._num_events = 0
