@@ -67,9 +67,8 @@ def encode(tower: VisionTower, side: int) -> float:
     rows = side // PATCH
     patches = torch.randn(rows * rows, 3 * 2 * PATCH**2).bfloat16()
     start = time.perf_counter()
-    state = tower.begin(patches, rows, rows)
-    tower.run(state, state.num_left)
-    tower.finish(state)
+    for _ in tower.encode(patches, rows, rows):
+        pass
     return time.perf_counter() - start
 
 

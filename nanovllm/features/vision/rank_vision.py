@@ -4,8 +4,9 @@ The scheduler decides what is encoded, in which steps, and what is dropped.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -22,7 +23,7 @@ from nanovllm.features.vision.messages import (
     Pixels,
     TowerSlice,
 )
-from nanovllm.features.vision.tower import TowerState, VisionTower
+from nanovllm.features.vision.tower import VisionTower
 from nanovllm.kernels.torch_kernels import Kernels
 from nanovllm.loading.loader import init_dummy_weights, load_weights
 from nanovllm.loading.tensor_files import read_header
@@ -53,7 +54,7 @@ class RankVision(WorkerHook):
         self.tower.attention = select_backend(needed, backends)
         network.companions.append(Companion(self.tower, partial(make_tower, family, spec)))
         self._features: dict[bytes, torch.Tensor] = {}  # by digest, [N, (1 + D) * hidden_size]
-        self._running: dict[bytes, _Encoding] = {}
+        self._running: dict[bytes, Iterator[torch.Tensor | None]] = {}  # of `_embeddings`
         self._spans: dict[int, tuple[PictureSpan, ...]] = {}  # by table row
         self._num_prompt_tokens: dict[int, int] = {}
         # Whether the soft tokens of a picture see each other.
@@ -95,26 +96,31 @@ class RankVision(WorkerHook):
 
     def _encode(self, part: TowerSlice) -> None:
         if part.picture is not None:
-            self._running[part.digest] = _Encoding(part.picture)
-        encoding = self._running[part.digest]
-        num_parts = part.num_parts
-        while num_parts and len(encoding.features) < len(encoding.views):
-            if encoding.state is None:
-                view = encoding.views[len(encoding.features)]
-                encoding.state = self._begin_view(view, encoding.num_parts)
-            num_parts -= self.tower.run(encoding.state, num_parts)
-            if encoding.state.num_left == 0:
-                encoding.features.append(self.tower.finish(encoding.state))
-                encoding.state = None
-        if len(encoding.features) == len(encoding.views):
-            self._features[part.digest] = torch.cat(encoding.features)
-            del self._running[part.digest]
+            self._running[part.digest] = self._embeddings(part.picture)
+        # A tower without layers has ended with the first part of a view.
+        for found in islice(self._running.get(part.digest, ()), part.num_parts):
+            if found is not None:
+                self._features[part.digest] = found
+                del self._running[part.digest]
 
-    def _begin_view(self, view: Pixels, num_parts: int) -> TowerState:
-        family = self._family
-        patches = patches_of(view, family).to(self._device, self._dtype)
-        rows, columns = view.height // family.patch, view.width // family.patch
-        return self.tower.begin(patches, rows, columns, num_parts)
+    def _embeddings(self, picture: Picture) -> Iterator[torch.Tensor | None]:
+        """Yield None after each part of the tower's layers, but after the last one the embeddings
+        of all views.
+        """
+        patch = self._family.patch
+        features: list[torch.Tensor] = []  # of the views that are done
+        for view in picture.views:
+            sides = view.height // patch, view.width // patch
+            for found in self.tower.encode(
+                patches_of(view, self._family).to(self._device, self._dtype),
+                *sides,
+                picture.num_parts,
+            ):
+                if found is not None:
+                    features.append(found)
+                if len(features) < len(picture.views):
+                    yield None
+        yield torch.cat(features)
 
     def begin_rows(self, rows: list[Row]) -> RowNeeds | None:
         if not any(row.table_idx in self._spans for row in rows):
@@ -171,16 +177,6 @@ def patches_of(view: Pixels, family: VisionFamily) -> torch.Tensor:
     pixels = torch.frombuffer(bytearray(view.rgb), dtype=torch.uint8)
     normal = family.normalized(pixels, (view.width, view.height))
     return family.patches(normal)
-
-
-class _Encoding:
-    """A picture whose views are on their way through the tower, one after the other."""
-
-    def __init__(self, picture: Picture) -> None:
-        self.views = picture.views
-        self.num_parts = picture.num_parts
-        self.features: list[torch.Tensor] = []  # of the views that are done
-        self.state: TowerState | None = None  # of the next one
 
 
 def token_weights(config: ModelConfig) -> int:

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 from typing import NamedTuple
 
@@ -317,6 +318,11 @@ class TowerMLP(nn.Module):
         return self.fc2(act(self.fc1(x), self.activation))
 
 
+def optional_norm(config: TowerConfig, is_there: bool) -> nn.Module:
+    """Return a norm of states, or what leaves them as they are."""
+    return config.norm(config.hidden_size, config.eps) if is_there else nn.Identity()
+
+
 class TowerLayer(nn.Module):
     """Attention, or a convolution, and an MLP, each after a norm, and added to what it reads."""
 
@@ -333,25 +339,21 @@ class TowerLayer(nn.Module):
             self.attn = TowerAttention(config, fused=fused, windowed=windowed)
         self.norm2 = config.norm(config.hidden_size, config.eps)
         self.mlp = TowerMLP(config)
-        self.after_attn = config.norm(config.hidden_size, config.eps) if config.sandwich else None
-        self.after_mlp = config.norm(config.hidden_size, config.eps) if config.sandwich else None
+        self.after_attn = optional_norm(config, config.sandwich)
+        self.after_mlp = optional_norm(config, config.sandwich)
 
-    def forward(self, hidden: torch.Tensor, grid: Grid) -> Iterator[bool]:
-        """Change `hidden` [P, hidden_size]: yield after each part whether it is the last.
+    def forward(self, hidden: torch.Tensor, grid: Grid) -> Iterator[None]:
+        """Change `hidden` [P, hidden_size]: yield between two parts.
 
         A patch's bits do not depend on what the parts are.
         """
         x, _ = self.norm1.add_norm(None, hidden)
         mixer: Mixer = self.attn(x, grid)
-        if len(grid.parts) > 1:
-            yield False
         for part in grid.parts:
-            x = mixer(part)
-            x = x if self.after_attn is None else self.after_attn(x)
-            x, changed = self.norm2.add_norm(x, hidden[part.rows])
-            x = self.mlp(x)
-            self.kernels.add(x if self.after_mlp is None else self.after_mlp(x), changed)
-            yield part is grid.parts[-1]
+            if len(grid.parts) > 1:
+                yield
+            x, changed = self.norm2.add_norm(self.after_attn(mixer(part)), hidden[part.rows])
+            self.kernels.add(self.after_mlp(self.mlp(x)), changed)
 
 
 class Merger(nn.Module):
@@ -448,20 +450,6 @@ class PooledMerger(nn.Module):
         x = wide.to(hidden.dtype)
         x = self.kernels.rms_norm(x, None, self.eps) if self.norm is None else self.norm(x)
         return self.linear(x)
-
-
-class NormedPatches(nn.Module):
-    """Embeds patches: a norm before the linear, and one after it."""
-
-    def __init__(self, config: TowerConfig) -> None:
-        super().__init__()
-        numbers = math.prod(config.patch_shape)
-        self.norm1 = config.norm(numbers, config.eps)
-        self.linear = LinearBase(numbers, config.hidden_size, bias=config.patch_bias)
-        self.norm2 = config.norm(config.hidden_size, config.eps)
-
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        return self.norm2(self.linear(self.norm1(patches)))
 
 
 class SummedTables(nn.Module):
@@ -563,17 +551,6 @@ def by_windows(
     return window.argsort(stable=True), window.bincount()
 
 
-@dataclasses.dataclass
-class TowerState:
-    """A view on its way through a tower."""
-
-    hidden: torch.Tensor  # [P, hidden_size]
-    grid: Grid
-    num_left: int  # parts of layers
-    deep: list[torch.Tensor]  # [N, output_size] each
-    work: Iterator[None]  # changes `hidden` and `deep`
-
-
 class VisionTower(nn.Module):
     """Patches in, embeddings out. Its `attention` is set where it is loaded.
 
@@ -613,15 +590,20 @@ class VisionTower(nn.Module):
         self.config = config
         self.patch_embed: nn.Module
         if normed_patches:
-            self.patch_embed = NormedPatches(config)
+            numbers = math.prod(config.patch_shape)
+            parts: OrderedDict[str, nn.Module] = OrderedDict()
+            parts["norm1"] = config.norm(numbers, config.eps)
+            parts["linear"] = LinearBase(numbers, size, bias=config.patch_bias)
+            parts["norm2"] = config.norm(size, config.eps)
+            self.patch_embed = nn.Sequential(parts)
         else:
             self.patch_embed = PatchLinear(config.patch_shape, size, bias=config.patch_bias)
         self.positions = positions
-        self.norm_first = config.norm(size, config.eps) if config.norm_first else None
+        self.norm_first = optional_norm(config, config.norm_first)
         self.layers = nn.ModuleList(
             [TowerLayer(config, index, fused=fused) for index in range(config.num_layers)]
         )
-        self.norm_last = config.norm(size, config.eps) if config.norm_last else None
+        self.norm_last = optional_norm(config, config.norm_last)
         self.merger = merger
         self.deepstack = nn.ModuleList(deepstack.values())
         self.output_size = (1 + len(deepstack)) * merger.output_size  # of an embedding
@@ -635,33 +617,32 @@ class VisionTower(nn.Module):
         scale = config.scale
         return AttentionSpec(*sizes, dtype, device, block_size=None, causal=False, scale=scale)
 
-    def begin(
+    def encode(
         self, patches: torch.Tensor, rows: int, columns: int, num_parts: int = 1
-    ) -> TowerState:
-        """Return the state of a view before the first layer.
+    ) -> Iterator[torch.Tensor | None]:
+        """Yield None after each part of each layer, but after the last one the view's embeddings
+        [N, (1 + D) * output_size]: for the text model's input, and to add to the outputs of its
+        first D layers.
 
         Args:
             patches: [P, numbers], of rows x columns patches.
             num_parts: in how many parts each layer is computed: 1, or more than 2.
         """
         hidden = self.patch_embed(patches)
+        del patches  # otherwise they would stay until the end
         if self.positions is not None:
             hidden = hidden + self.positions(rows, columns).to(hidden.dtype)
-        if self.norm_first is not None:
-            hidden = self.norm_first(hidden)
         grid = self._grid(rows, columns, num_parts, hidden.device)
-        hidden = self._ordered(hidden, grid.order)
-        deep: list[torch.Tensor] = []
-        work = self._work(hidden, grid, deep)
-        return TowerState(hidden, grid, num_parts * len(self.layers), deep, work)
-
-    def _work(self, hidden: torch.Tensor, grid: Grid, deep: list[torch.Tensor]) -> Iterator[None]:
-        """Take `hidden` through all layers, and yield after each part."""
+        hidden = self._ordered(self.norm_first(hidden), grid.order)
+        deep: list[torch.Tensor] = []  # [N, output_size] each
         for index, layer in enumerate(self.layers):
-            for is_last in layer(hidden, grid):
-                if is_last and index in self._deepstack_at:
-                    deep.append(self.deepstack[self._deepstack_at.index(index)](hidden))
-                yield
+            if index:
+                yield None
+            yield from layer(hidden, grid)
+            if index in self._deepstack_at:
+                deep.append(self.deepstack[self._deepstack_at.index(index)](hidden))
+        found = torch.cat([self.merger(self.norm_last(hidden)), *deep], dim=1)
+        yield found if grid.order is None else found[grid.order.argsort()]
 
     def _grid(self, rows: int, columns: int, num_parts: int, device: torch.device) -> Grid:
         """Return the places of rows x columns patches, in the order that they have in layers."""
@@ -697,22 +678,6 @@ class VisionTower(nn.Module):
         if order is None:
             return x
         return x.view(len(order), -1, x.shape[1])[order].flatten(0, 1)
-
-    def run(self, state: TowerState, num_parts: int) -> int:
-        """Take a state through the next parts of layers; return how many there were."""
-        num_run = sum(1 for _ in itertools.islice(state.work, num_parts))
-        state.num_left -= num_run
-        return num_run
-
-    def finish(self, state: TowerState) -> torch.Tensor:
-        """Return the embeddings [N, (1 + D) * output_size] of a state after the last layer: for the
-        text model's input, and to add to the outputs of its first D layers.
-        """
-        assert state.num_left == 0
-        hidden = state.hidden if self.norm_last is None else self.norm_last(state.hidden)
-        found = torch.cat([self.merger(hidden), *state.deep], dim=1)
-        order = state.grid.order
-        return found if order is None else found[order.argsort()]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:
         """Return the checkpoint's name for tensor `name`. See `Renamed` in loading/shards.py."""
