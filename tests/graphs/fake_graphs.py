@@ -155,7 +155,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> list[FakeCapture]:
     """Let model runners capture on the CPU; return the list that collects their captures."""
     monkeypatch.setattr(FakeCapture, "made", [])
     monkeypatch.setattr(CPU, "captures_graphs", True)
-    monkeypatch.setattr(cuda_capture, "make_capture", lambda device: FakeCapture())
+    monkeypatch.setattr(cuda_capture, "CUDACapture", lambda device: FakeCapture())
     monkeypatch.setattr(attention_groups, "select_backend", select_static)
     monkeypatch.setattr(CPU, "kernels", lambda *_, **__: TORCH)
     few = [16, 64]  # capturing more takes time

@@ -21,7 +21,7 @@ from nanovllm.attention.torch_sdpa import TorchBackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.core.worker_info import WorkerInfo
 from nanovllm.features.graphs import fused_step
-from nanovllm.features.graphs.cuda_capture import make_capture
+from nanovllm.features.graphs.cuda_capture import CUDACapture
 from nanovllm.features.graphs.cuda_graph import GraphRunner
 from nanovllm.features.graphs.fused_step import (
     SIZES,
@@ -204,7 +204,7 @@ def test_replays_of_a_graph() -> None:
         block_tables=batch.block_tables[:1],
     )
     (graph, logits), (alone, row) = (
-        make_capture(DEVICE)(functools.partial(fused, rows)) for rows in (batch, first)
+        CUDACapture(DEVICE)(functools.partial(fused, rows)) for rows in (batch, first)
     )
     assert logits is not None
     assert row is not None
@@ -387,7 +387,7 @@ class Timed:
             return fused_logits(len(batch.positions))
 
         monkeypatch.setattr(fused_step, "unsupported", unsupported_model)
-        monkeypatch.setattr(fused_step, "make_capture", lambda device: self.capture)
+        monkeypatch.setattr(fused_step, "CUDACapture", lambda device: self.capture)
         monkeypatch.setattr(fused_step, "measure_seconds", self.measure_seconds)
         monkeypatch.setattr(FusedStep, "compute_logits", fused)
         self.model = Model(SMALL, torch.float16, TritonBackend)
@@ -506,7 +506,7 @@ def test_logits_of_equal_lengths_are_compared(
         seconds = dict(timed.measure_seconds(run, order, platform))
         return [(size, seconds[size]) for size in sizes]
 
-    monkeypatch.setattr(fused_step, "make_capture", lambda device: capture)
+    monkeypatch.setattr(fused_step, "CUDACapture", lambda device: capture)
     monkeypatch.setattr(fused_step, "measure_seconds", measure_seconds)
     assert timed.ways() == (["unfused"] * 5 if wrong else ["fused"] * 4 + ["unfused"])
     assert ("logits of 1 rows differ" in caplog.text) == wrong

@@ -7,7 +7,7 @@ calls the functions between them.
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,35 +15,12 @@ _CAPTURING = threading.Lock()
 """Held while the capture stream is in use: several threads may build engines."""
 
 
-class Graph(Protocol):
-    """Captured work."""
-
-    def replay(self) -> None:
-        """Launch the work again, on the same memory."""
-        ...
-
-
 Step = Callable[[], torch.Tensor | None]
 """The work that a graph captures. Returns an output such as logits, or None on a rank without."""
 
 
-class Capture(Protocol):
-    """Captures graphs that share memory: a replay of any graph may overwrite another's output."""
-
-    def __call__(self, step: Step) -> tuple[Graph, torch.Tensor | None]:
-        """Return `step` as a graph, with its output. May also run the step."""
-        ...
-
-    def leave_out(self, function: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """Called by a step: each replay of its graph calls `function(*tensors)` here.
-
-        Capturing does not call it. `tensors` may lie in the graphs' memory.
-        """
-        ...
-
-
 class CUDACapture:
-    """Captures graphs into one memory pool.
+    """Captures graphs into one memory pool: a replay of any graph may overwrite another's output.
 
     All captures of a GPU use the same stream, because cuBLAS allocates a workspace for each stream
     and never frees it.
@@ -52,10 +29,10 @@ class CUDACapture:
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
-        self._parts: _Parts | None = None
+        self._graph: Graph | None = None  # that is being captured
 
-    def __call__(self, step: Step) -> tuple[Graph, torch.Tensor | None]:
-        """Run `step` once, then capture it.
+    def __call__(self, step: Step) -> tuple["Graph", torch.Tensor | None]:
+        """Run `step` once, then capture it; return its graph and its output.
 
         The first run does what a capture cannot: compile kernels, create communicators and
         workspaces.
@@ -68,51 +45,55 @@ class CUDACapture:
             before.wait_stream(self._stream)
             torch.cuda.synchronize(self._stream.device)
             torch.cuda.empty_cache()  # the pool cannot use what is cached outside
-            parts = self._parts = _Parts(self._pool)
+            graph = self._graph = Graph(self._pool)
             with torch.cuda.stream(self._stream):
                 try:
-                    parts.begin()
+                    graph.begin()
                     output = step()
                 finally:
-                    parts.end()
-                    self._parts = None
-        return parts, None if output is None else unowned(output)
+                    graph.end()
+                    self._graph = None
+        return graph, None if output is None else unowned(output)
 
     def leave_out(self, function: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """See `Capture`. The first run of a step leaves it out as well."""
-        if self._parts is not None:
-            self._parts.end()
-            self._parts.add(functools.partial(function, *map(unowned, tensors)))
-            self._parts.begin()
+        """Called by a step: each replay of its graph calls `function(*tensors)` here.
+
+        Neither capturing nor the first run calls it. `tensors` may lie in the graphs' memory.
+        """
+        if self._graph is not None:
+            self._graph.end()
+            self._graph.add(functools.partial(function, *map(unowned, tensors)))
+            self._graph.begin()
 
 
-class _Parts:
-    """A graph in parts, with calls of functions between them."""
+class Graph:
+    """Captured work: CUDA graphs, with calls of functions between them."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._calls: list[Callable[[], object]] = []
-        self._graph: torch.cuda.CUDAGraph | None = None  # the part that is being captured
+        self._part: torch.cuda.CUDAGraph | None = None  # that is being captured
 
     def begin(self) -> None:
         """Capture on the current stream. The mode is thread_local, because other threads (NCCL's
         watchdog) may use CUDA meanwhile.
         """
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._part = torch.cuda.CUDAGraph()
+        self._part.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
         """End the part, if one has begun: a stream must not go on capturing after an error."""
-        graph = self._graph
-        self._graph = None
-        if graph is not None:
-            graph.capture_end()
-            self.add(graph.replay)
+        part = self._part
+        self._part = None
+        if part is not None:
+            part.capture_end()
+            self.add(part.replay)
 
     def add(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
 
     def replay(self) -> None:
+        """Launch the work again, on the same memory."""
         for call in self._calls:
             call()
 
@@ -120,10 +101,6 @@ class _Parts:
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-make_capture: Callable[[torch.device], Capture] = CUDACapture
-"""Returns a `Capture` for a device with its own memory pool."""
 
 
 def unowned(x: torch.Tensor) -> torch.Tensor:

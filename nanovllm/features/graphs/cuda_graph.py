@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row
-from nanovllm.features.graphs.cuda_capture import Capture, Graph
+from nanovllm.features.graphs.cuda_capture import CUDACapture, Graph
 from nanovllm.layers.sampler import Sampling, draw
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
@@ -75,7 +75,7 @@ class GraphRunner(StepRunner):
         backend: Backend,
         tables: DeviceTables,
         max_tokens: int,
-        capture: Capture,
+        capture: CUDACapture,
         *,
         accepts: bool = False,
         max_known_tokens: int = 1,

@@ -15,7 +15,7 @@ from nanovllm.attention.backend import Backend
 from nanovllm.attention.batch import Batch
 from nanovllm.attention.spec import PLAIN, AttentionSpec
 from nanovllm.attention.triton import PagedBackend
-from nanovllm.features.graphs.cuda_capture import Graph, make_capture
+from nanovllm.features.graphs.cuda_capture import CUDACapture, Graph
 from nanovllm.features.graphs.cuda_graph import ComputeLogits
 from nanovllm.kernels.torch_math import NORM_ROUNDED
 from nanovllm.layers.activation import ActAndMul
@@ -279,7 +279,7 @@ def _is_faster(
         ArithmeticError: its logits are not those of `unfused`.
     """
     device = batch.positions.device
-    capture = make_capture(device)
+    capture = CUDACapture(device)
 
     def step(compute_logits: ComputeLogits) -> torch.Tensor | None:
         return compute_logits(dataclasses.replace(batch, metadata=backend.plan(batch)))

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import Row
-from nanovllm.features.graphs.cuda_capture import Capture, Graph
+from nanovllm.features.graphs.cuda_capture import CUDACapture, Graph
 from nanovllm.utils.distributed import broadcast_from_first
 from nanovllm.utils.progress import progress_bar
 from nanovllm.worker.hooks import StepRunner, StepTensors
@@ -59,7 +59,7 @@ class PiecewiseGraphs(StepRunner):
         self,
         model: Forward,
         make_batch: Callable[[list[Row]], Batch],
-        capture: Capture,
+        capture: CUDACapture,
         padding_slot: int,
         device: torch.device,
     ) -> None:

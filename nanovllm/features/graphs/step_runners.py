@@ -103,7 +103,7 @@ class StepRunners:
             compute_logits: None: the model does, or fused kernels where those are faster.
             options: of `GraphRunner`.
         """
-        from nanovllm.features.graphs.cuda_capture import make_capture
+        from nanovllm.features.graphs.cuda_capture import CUDACapture
         from nanovllm.features.graphs.cuda_graph import GraphRunner
         from nanovllm.features.graphs.fused_step import faster_logits
 
@@ -117,7 +117,7 @@ class StepRunners:
                 max_model_len=network.max_model_len,
                 max_tokens=max_tokens,
             )
-        capture = make_capture(network.device)
+        capture = CUDACapture(network.device)
         return GraphRunner(compute_logits, network.backend, tables, max_tokens, capture, **options)
 
     def measure_drafts(self, runners: "list[GraphRunner]") -> int:
@@ -158,13 +158,13 @@ class StepRunners:
 
         Padding writes to the last block of the pool.
         """
-        from nanovllm.features.graphs.cuda_capture import make_capture
+        from nanovllm.features.graphs.cuda_capture import CUDACapture
         from nanovllm.features.graphs.piecewise_graphs import PiecewiseGraphs
 
         network = self._network
         padding_slot = (network.num_blocks - 1) * network.backend.block_size
         make_batch = partial(network.batch, tables, output_indices=None)
-        capture = make_capture(network.device)
+        capture = CUDACapture(network.device)
         return PiecewiseGraphs(network.run, make_batch, capture, padding_slot, network.device)
 
 
