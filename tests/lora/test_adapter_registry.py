@@ -72,7 +72,7 @@ def test_bad_adapters_are_refused_by_name_and_not_kept(tmp_path: Path) -> None:
     for request in bad:
         with pytest.raises(InvalidRequestError, match=f"lora_request '{request.lora_name}'"):
             registry.find(request)
-    assert len(registry) == 0
+    assert len(registry._known) == 0
     other = AdapterRegistry(slices_of({"model.layers.0.self_attn.q_proj": (6, 5)}), 2)
     with pytest.raises(InvalidRequestError, match="does not fit the model"):
         other.find(LoRARequest("shape", 1, save(tmp_path / "shape")))
@@ -88,4 +88,4 @@ def test_many_adapters_in_eight_slots(tmp_path: Path) -> None:
     assert engine.worker.num_loaded == 100
     assert len(engine.adapters.slots.slots) == 8
     assert len({*engine.adapters.slots.slots.values()}) == 8
-    assert len(registry) == 100
+    assert len(registry._known) == 100

@@ -297,4 +297,5 @@ def test_the_readers_of_a_config_file(tmp_path: Path) -> None:
     """PEFT's own file is read as it is."""
     path = write_adapter(tmp_path, LINEARS)
     assert read_json(tmp_path / "adapter_config.json") == json.loads(json.dumps(PEFT_CONFIG))
-    assert read_adapter(path, 8).nbytes == 4 * 8 * (16 + 24 + 16 + 8 + 32 + 16)
+    linears = read_adapter(path, 8).linears.values()
+    assert sum(each.a.numel() + each.b.numel() for each in linears) == 8 * 112

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,24 +27,14 @@ from nanovllm.worker.model_loader import make_modules
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """An adapter that was read and checked."""
-
-    request: LoRARequest
-    adapter: AdapterSlot
-
-
 class AdapterRegistry:
     """Adapters by id. Several threads may call it at once."""
 
     def __init__(self, linears: Mapping[str, Slice], max_rank: int) -> None:
         self._linears = linears
         self._max_rank = max_rank
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, tuple[LoRARequest, AdapterSlot]] = {}
         self._reading = threading.Lock()  # for one adapter at a time; others are found meanwhile
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def find(self, lora_request: LoRARequest | None) -> AdapterSlot | None:
         """Return the adapter that a request names; read and check it if it is new.
@@ -67,16 +56,22 @@ class AdapterRegistry:
             if known is not None:
                 return known
             adapter = self._read(lora_request)
-            self._known[lora_request.lora_int_id] = Known(lora_request, adapter)
+            self._known[lora_request.lora_int_id] = lora_request, adapter
             return adapter
 
-    def _same(self, lora_request: LoRARequest) -> AdapterSlot | None:
+    def _same(self, given: LoRARequest) -> AdapterSlot | None:
         """Return the adapter that was read for the id before; None: it is to be read."""
-        known = self._known.get(lora_request.lora_int_id)
-        if known is None or lora_request.load_inplace:
+        if given.lora_int_id not in self._known or given.load_inplace:
             return None
-        _check_same(known.request, lora_request)
-        return known.adapter
+        known, adapter = self._known[given.lora_int_id]
+        if (known.lora_name, known.lora_path) != (given.lora_name, given.lora_path):
+            raise InvalidRequestError(
+                f"lora_int_id {given.lora_int_id} is that of adapter {shown(known.lora_name)} at "
+                f"{shown(known.lora_path)}, not of {shown(given.lora_name)} at "
+                f"{shown(given.lora_path)}: give each adapter an id of its own, or "
+                "load_inplace=True to replace it"
+            )
+        return adapter
 
     def _read(self, lora_request: LoRARequest) -> AdapterSlot:
         try:
@@ -94,16 +89,6 @@ def make_registry(config: Config, checkpoint: Checkpoint) -> AdapterRegistry:
     """Return an empty registry for the model of `checkpoint`."""
     model_config = read_config(checkpoint.config, config.dtype, config.model_family)
     return AdapterRegistry(adapter_linears(model_config), config.max_lora_rank)
-
-
-def _check_same(known: LoRARequest, given: LoRARequest) -> None:
-    if (known.lora_name, known.lora_path) != (given.lora_name, given.lora_path):
-        raise InvalidRequestError(
-            f"lora_int_id {given.lora_int_id} is that of adapter {shown(known.lora_name)} at "
-            f"{shown(known.lora_path)}, not of {shown(given.lora_name)} at "
-            f"{shown(given.lora_path)}: give each adapter an id of its own, or load_inplace=True "
-            "to replace it"
-        )
 
 
 def adapter_targets(model_config: ModelConfig) -> dict[str, LoRATarget]:

@@ -231,10 +231,6 @@ class Adapter(NamedTuple):
         """The largest rank."""
         return max(factors.rank for factors in self.linears.values())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(factors.a.nbytes + factors.b.nbytes for factors in self.linears.values())
-
 
 def read_adapter(path: str, max_rank: int) -> Adapter:
     """Return the adapter in directory `path`.
