@@ -216,23 +216,20 @@ class WeightControl:
 
         def act() -> None:
             check()
-            self._sleep(level)
+            if level == 2 and self._level == 1 and "weights" in self._asleep:
+                self.wake_up(["weights"])  # what was kept is forgotten now
+            if self._asleep == set(TAGS):
+                return
+            self._interrupt()
+            # All ranks keep their weights before one gives them back.
+            self._call(RankWeights.keep, level)
+            self._level = level
+            if level == 2 and not self._missing:
+                self._missing = _ALL
+            self._asleep = set(TAGS)
+            self._call(RankWeights.sleep)
 
         return Interruption(self, mode, check, act, "the engine is about to sleep: call wake_up()")
-
-    def _sleep(self, level: int) -> None:
-        if level == 2 and self._level == 1 and "weights" in self._asleep:
-            self.wake_up(["weights"])  # what was kept is forgotten now
-        if self._asleep == set(TAGS):
-            return
-        self._interrupt()
-        # All ranks keep their weights before one gives them back.
-        self._call(RankWeights.keep, level)
-        self._level = level
-        if level == 2 and not self._missing:
-            self._missing = _ALL
-        self._asleep = set(TAGS)
-        self._call(RankWeights.sleep)
 
     def wake_up(self, tags: Seq[str] | None) -> bool:
         """Take the memory back; return whether nothing sleeps any more.

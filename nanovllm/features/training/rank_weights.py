@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +27,6 @@ _TRIM_EVERY = 2**24
 """Numbers that were written."""
 MAX_LISTED = 5
 """Names that one error lists."""
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class NewTensor(NamedTuple):
@@ -266,13 +263,8 @@ def _require_whole(filled: Mapping[Weight, set[Region]]) -> None:
             )
 
 
-def on_weights(
-    runner: ModelRunner,
-    method: Callable[Concatenate[RankWeights, Arguments], Result],
-    *arguments: Arguments.args,
-    **options: Arguments.kwargs,
-) -> Result:
+def on_weights(runner: ModelRunner, method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method of the rank's weights, which are made when they are first asked for."""
     if runner.weights is None:
         runner.weights = RankWeights(runner)
-    return method(runner.weights, *arguments, **options)
+    return method(runner.weights, *arguments)

@@ -30,17 +30,11 @@ def write(weight: Weight, values: torch.Tensor, network: Network) -> None:
     assert method is not None, "a matrix without a parameter has one"
     if isinstance(method, OneDnnWeight):
         method.replace(values)
+    elif weight.matrices[0].quantized is not None:
+        _overwrite(weight.name, method, _rounded(weight, values, network))
     else:
-        _overwrite(weight.name, method, _new_form(weight, values, network))
-
-
-def _new_form(
-    weight: Weight, values: torch.Tensor, network: Network
-) -> LinearMethod | torch.Tensor:
-    """Return the method that the loader would have made of `values`; themselves, if none."""
-    if weight.matrices[0].quantized is not None:
-        return _rounded(weight, values, network)
-    return pack(values, weight.matrices, network.kernels) or values
+        packed = pack(values, weight.matrices, network.kernels)
+        _overwrite(weight.name, method, packed or values)
 
 
 def _rounded(weight: Weight, values: torch.Tensor, network: Network) -> LinearMethod:
