@@ -57,22 +57,18 @@ class PooledRow(NamedTuple):
         return self.row.end == self.num_tokens
 
 
-class Pooled(NamedTuple):
-    """What the hidden states of P sequences became."""
+def add_pooled(seq_ids: list[int], values: torch.Tensor, pending: PendingResult) -> None:
+    """Add what the hidden states of P sequences became to the result of their step.
 
-    seq_ids: list[int]
-    """[P]."""
-    values: torch.Tensor
-    """[P, D] float32, on the host when its copy is done."""
-
-    def add_to(self, pending: PendingResult) -> None:
-        """Add the values to the result of their step."""
-        rows = self.seq_ids, self.values.tolist(), self.values.isfinite().all(-1).tolist()
-        for seq_id, values, is_finite in zip(*rows, strict=True):
-            if is_finite:
-                pending.add_extra(seq_id, "pooled", values)
-            else:
-                pending.finish_infos[seq_id] = NO_VECTOR
+    Args:
+        values: [P, D] float32, on the host.
+    """
+    rows = seq_ids, values.tolist(), values.isfinite().all(-1).tolist()
+    for seq_id, vector, is_finite in zip(*rows, strict=True):
+        if is_finite:
+            pending.add_extra(seq_id, "pooled", vector)
+        else:
+            pending.finish_infos[seq_id] = NO_VECTOR
 
 
 class RankPooling(WorkerHook):
@@ -93,7 +89,7 @@ class RankPooling(WorkerHook):
         self._head = VectorHead(settings, network.device)
         self._admitted: dict[int, Admission] = {}  # those to pool, by table row
         self._states: dict[int, torch.Tensor] = {}  # by table row, of prompts computed in part
-        self._pooled: list[Pooled] = []  # of the running step
+        self._pooled: list[Callable[[PendingResult], None]] = []  # of the running step
 
     def begin(self, schedule: Schedule) -> None:
         """Note which table rows are pooled from now on."""
@@ -127,7 +123,7 @@ class RankPooling(WorkerHook):
 
     def end(self, schedule: Schedule, pending: PendingResult) -> None:
         """Add what the rows became that end their prompts."""
-        pending.on_host += [pooled.add_to for pooled in self._pooled]
+        pending.on_host += self._pooled
 
     def _read(self, rows: Seq[PooledRow], hidden: torch.Tensor) -> None:
         """Pool the hidden states of a step: those that `begin_rows` asked for."""
@@ -141,8 +137,8 @@ class RankPooling(WorkerHook):
                 own = hidden[end - 1 if has_all else next(places)]
                 found = own if state is None else state
                 vectors.setdefault(each.params, []).append((each.row.seq_id, found))
-        pooled = [self._finished(params, found) for params, found in vectors.items()]
-        self._pooled = [each for each in pooled if each is not None]
+        pooled = (self._finished(params, found) for params, found in vectors.items())
+        self._pooled = [*filter(None, pooled)]
 
     def _accumulated(self, each: PooledRow, hidden: torch.Tensor) -> torch.Tensor:
         """Return the vector of the prompt so far, [hidden_size], and keep it for the next step.
@@ -163,8 +159,10 @@ class RankPooling(WorkerHook):
 
     def _finished(
         self, params: PoolingParams, found: list[tuple[int, torch.Tensor]]
-    ) -> Pooled | None:
-        """Return what is sent of the vectors of rows with equal `params`; None except on rank 0."""
+    ) -> Callable[[PendingResult], None] | None:
+        """Return what adds the vectors of rows with equal `params` to the result, once they are on
+        the host; None except on rank 0.
+        """
         seq_ids = [seq_id for seq_id, _ in found]
         vectors = torch.stack([vector for _, vector in found])
         if params.token_ids:
@@ -174,7 +172,7 @@ class RankPooling(WorkerHook):
             values = logits[:, list(params.token_ids)].float()
         else:
             values = self._head.finished(vectors, params)
-        return Pooled(seq_ids, self._to_host(values))
+        return partial(add_pooled, seq_ids, self._to_host(values))
 
 
 class VectorHead:
