@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageCms, ImageOps
 
 from nanovllm.features.vision import pixels
+from nanovllm.features.vision.family import View
 from nanovllm.features.vision.picture_process import PictureProcess
 from nanovllm.features.vision.pixels import PictureError
 from tests.every_case import examples
@@ -38,7 +39,7 @@ def saved(image: Image.Image, form: str, **options: Any) -> bytes:
 def read(process: PictureProcess, data: bytes) -> np.ndarray[Any, Any]:
     """Return the pixels of a file in its own size."""
     size, (rgb,) = process.resized(
-        data, lambda width, height: (width, height), lambda size: ([(*size, None)], "bicubic")
+        data, lambda width, height: (width, height), lambda size: ([View(*size)], "bicubic")
     )
     return np.frombuffer(rgb, np.uint8).reshape(size[1], size[0], 3)
 

@@ -1,6 +1,5 @@
 """What requests, the scheduler and ranks say to each other of pictures. No torch."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 NAME = "vision"
@@ -24,12 +23,16 @@ class Picture(NamedTuple):
     num_tokens: int
 
     @property
+    def num_patches(self) -> int:
+        """Of the largest view."""
+        return max(view.num_patches for view in self.views)
+
+    @property
     def num_parts(self) -> int:
         """In how many parts each layer of the tower is computed: its keys and values, then what is
         left of up to 512 patches each; or all at once.
         """
-        num_patches = max(view.num_patches for view in self.views)
-        return 1 - (-num_patches // 512) if num_patches > 512 else 1
+        return 1 - (-self.num_patches // 512) if self.num_patches > 512 else 1
 
 
 class PictureSpan(NamedTuple):
@@ -40,10 +43,7 @@ class PictureSpan(NamedTuple):
     digest: bytes
     offset: int  # of the first among the picture's tokens
     place: int = 0  # of the first token's time, row and column
-    grid: tuple[int, int] = (
-        0,
-        0,
-    )  # rows and columns of the picture's tokens; (0, 0): one place each
+    grid: tuple[int, int] = (0, 0)  # rows, columns of the picture's tokens; (0, 0): one place each
 
     @property
     def end(self) -> int:
@@ -69,8 +69,3 @@ class EncoderStep(NamedTuple):
 
     dropped: list[bytes]  # digests of pictures whose embeddings are not needed any more
     slices: list[TowerSlice]
-
-
-def rope_offset(spans: Iterable[PictureSpan]) -> int:
-    """Return what is added to the position of a token after all spans, to get its place."""
-    return next((span.next_place - span.end for span in reversed(tuple(spans))), 0)

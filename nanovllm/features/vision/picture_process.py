@@ -5,15 +5,18 @@ A file comes from anyone, and decoders are written in C: a process can be ended 
 This file is the program of that process, too. So it imports only the standard library at its top.
 """
 
+import io
 import json
+import math
 import runpy
 import threading
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from nanovllm.features.vision.family import View
     from nanovllm.utils.limited_process import Limits
 
 MAX_SECONDS = 10.0  # of processor time, to open a file or to resize it
@@ -32,7 +35,10 @@ class PictureProcess:
         self._lock = threading.Lock()
 
     def resized(
-        self, data: bytes, choose: Callable[[int, int], Found], views: Callable[[Found], Any]
+        self,
+        data: bytes,
+        choose: Callable[[int, int], Found],
+        views: Callable[[Found], "tuple[Seq[View], str]"],
     ) -> tuple[Found, list[bytes]]:
         """Return what `choose` returns for the width and height of a file's picture, and the RGB
         bytes of each of its `views`, as `pixels.resized` takes them.
@@ -45,14 +51,8 @@ class PictureProcess:
             found = choose(width, height)
             wanted = views(found)
             raw = self._ask(b"size", json.dumps(wanted).encode())
-        from nanovllm.features.vision.pixels import bytes_of
-
-        parts = []
-        start = 0
-        for size in bytes_of(wanted[0]):
-            parts.append(raw[start : start + size])
-            start += size
-        return found, parts
+        reply = io.BytesIO(raw)
+        return found, [reply.read(3 * math.prod(view.size)) for view in wanted[0]]
 
     def _ask(self, kind: bytes, data: bytes) -> bytes:
         from nanovllm.features.vision.pixels import PictureError

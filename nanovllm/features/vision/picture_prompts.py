@@ -14,7 +14,7 @@ from nanovllm.engine.prompt import Prompt, PromptTokens
 from nanovllm.errors import InvalidRequestError, PromptTooLongError
 from nanovllm.features.vision import pixels
 from nanovllm.features.vision.family import Layout, View, VisionFamily
-from nanovllm.features.vision.messages import NAME, Picture, PictureSpan, Pixels, rope_offset
+from nanovllm.features.vision.messages import NAME, Picture, PictureSpan, Pixels
 from nanovllm.features.vision.picture_process import PictureProcess
 from nanovllm.loading.text_tokenizer import TextTokenizer
 from nanovllm.options.config import Config
@@ -66,7 +66,7 @@ class VisionRequests:
         one of these sides becomes.
         """
         layout = self._layout(width, height, self._options)
-        return self._soft_id, len(self._ids_of(layout.pieces))
+        return self._family.soft_token_id, len(self._ids_of(layout.pieces))
 
     def shutdown(self) -> None:
         """End the process that opens files, until it is needed again."""
@@ -97,7 +97,11 @@ class VisionRequests:
             InvalidRequestError: it cannot be read, or is too large, or those before it leave no
                 room for it.
         """
-        self._check_number(prompt)
+        if self._most is not None and len(prompt.pictures) > self._most:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt.pictures)} pictures, limit_mm_per_prompt allows "
+                f"{self._most}"
+            )
         given = prompt.pictures[index]
         if isinstance(given, OpenedPicture):
             return prompt
@@ -111,13 +115,6 @@ class VisionRequests:
             )
         pictures = (*prompt.pictures[:index], opened, *prompt.pictures[index + 1 :])
         return dataclasses.replace(prompt, pictures=pictures)
-
-    def _check_number(self, prompt: Prompt) -> None:
-        if self._most is not None and len(prompt.pictures) > self._most:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt.pictures)} pictures, limit_mm_per_prompt allows "
-                f"{self._most}"
-            )
 
     def _open(self, index: int, given: Any, prompt: Prompt) -> "OpenedPicture":
         """Return what a picture becomes in the prompt, and for the tower."""
@@ -169,6 +166,7 @@ class VisionRequests:
                 "this engine has no tokenizer, so prompts must be lists of token ids, not text"
             )
         marker, soft = self._family.marker, self._family.soft_token
+        soft_id = self._family.soft_token_id
         parts = _split(prompt.text, marker, prompt.marker_places)
         if len(parts) != len(layouts) + 1:
             raise InvalidRequestError(
@@ -184,7 +182,7 @@ class VisionRequests:
             text += after
         token_ids = self._tokenizer.encode(text, add_special_tokens=not prompt.rendered)
         limit.check_made_tokens(token_ids)
-        positions = [i for i, token in enumerate(token_ids) if token == self._soft_id]
+        positions = [i for i, token in enumerate(token_ids) if token == soft_id]
         if len(positions) != len(owners):
             raise InvalidRequestError(
                 f"the prompt's text makes {len(positions)} tokens {shown(soft)}, its pictures need "
@@ -200,7 +198,7 @@ class VisionRequests:
         self, token_ids: list[int], layouts: Seq[Layout]
     ) -> tuple[list[int], list[list[int]]]:
         """Do what `_expand_text` does: a picture's tokens are there, or one for all of them."""
-        soft = self._soft_id
+        soft = self._family.soft_token_id
         found: list[int] = []
         places: list[list[int]] = []
         at = 0
@@ -231,7 +229,7 @@ class VisionRequests:
         ids: list[int] = []
         for piece in pieces:
             if isinstance(piece, int):
-                ids += [self._soft_id] * piece
+                ids += [self._family.soft_token_id] * piece
             elif self._tokenizer is None:
                 raise InvalidRequestError(
                     f"this engine has no tokenizer for {shown(piece)}, which is a part of each "
@@ -240,10 +238,6 @@ class VisionRequests:
             else:
                 ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
-
-    @property
-    def _soft_id(self) -> int:
-        return self._family.soft_token_id
 
     def _placed(
         self,
@@ -269,7 +263,8 @@ class VisionRequests:
                 spans.append(PictureSpan(start, length, digest, offset, place, layout.grid))
                 inputs.append(InputSpan(start, length, digest, offset, picture))
                 offset += length
-        return PromptTokens(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset(spans))
+        after = spans[-1].next_place - spans[-1].end if spans else 0
+        return PromptTokens(token_ids, tuple(inputs), {NAME: tuple(spans)}, rope_offset=after)
 
 
 def _split(text: str, marker: str, places: Seq[int] | None) -> list[str]:
@@ -320,17 +315,13 @@ def _content(given: Any) -> Image.Image | bytes:
         )
     try:
         path = Path(given).expanduser()
-        if not path.is_file():
-            raise pixels.PictureError(f"there is no file {shown(str(given))}")
-        with path.open("rb") as file:
-            return file.read(pixels.MAX_BYTES + 1)
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(pixels.MAX_BYTES + 1)
     except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, pixels.PictureError):
-            raise
-        reason = (
-            getattr(error, "strerror", None) or f"{error}"
-        )  # without the path, which may be long
+        reason = getattr(error, "strerror", None) or error  # without the path, which may be long
         raise pixels.PictureError(f"cannot read {shown(str(given))}: {reason}") from error
+    raise pixels.PictureError(f"there is no file {shown(str(given))}")
 
 
 def _picture(layout: Layout, parts: Seq[bytes], patch: int) -> Picture:

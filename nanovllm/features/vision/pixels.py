@@ -4,7 +4,6 @@ This file also runs alone, in the process that opens files: it imports nothing o
 """
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -163,9 +162,3 @@ def resized(
         view = whole[width, height]
         found.append((view if box is None else view.crop(box)).tobytes())
     return found
-
-
-def bytes_of(views: Sequence[tuple[int, int, Box | None]]) -> list[int]:
-    """Return how many bytes `resized` returns for each view."""
-    sizes = [(w, h) if box is None else (box[2] - box[0], box[3] - box[1]) for w, h, box in views]
-    return [3 * math.prod(size) for size in sizes]

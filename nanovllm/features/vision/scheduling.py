@@ -99,7 +99,7 @@ class EncoderHook(AdmissionHook):
             num_parts = 0
             while num_parts < current.num_left:
                 layer = (num_parts - current.num_left) // parts_of_layer % self._info.num_layers
-                price = self._info.price(current.num_patches, layer) / parts_of_layer
+                price = self._info.price(current.picture.num_patches, layer) / parts_of_layer
                 if price > budget and (slices or num_parts):
                     break
                 budget -= price
@@ -107,9 +107,15 @@ class EncoderHook(AdmissionHook):
             if num_parts == 0:
                 break
             digest = current.picture.digest
-            slices.append(TowerSlice(digest, num_parts, current.take(num_parts)))
+            slices.append(
+                TowerSlice(digest, num_parts, None if current.is_sent else current.picture)
+            )
+            current.is_sent = True
+            current.num_left -= num_parts
             if current.num_left == 0:
-                self._end_encoding()
+                self._current = None
+                self._cached[digest] = self._size(current.picture)
+                self.num_encoded += 1
         if not (slices or self._dropped):
             return schedule
         step = EncoderStep(self._dropped, slices)
@@ -197,35 +203,16 @@ class EncoderHook(AdmissionHook):
             self._current = _Encoding(picture, num_left)
         return self._current is not None
 
-    def _end_encoding(self) -> None:
-        assert self._current is not None
-        picture = self._current.picture
-        self._current = None
-        self._cached[picture.digest] = self._size(picture)
-        self.num_encoded += 1
-
     def _stop_encoding(self) -> None:
         if self._current is not None:
             self._dropped.append(self._current.picture.digest)
             self._current = None
 
 
+@dataclasses.dataclass
 class _Encoding:
     """A picture on its way through the tower."""
 
-    def __init__(self, picture: Picture, num_left: int) -> None:
-        self.picture = picture
-        self.num_left = num_left  # parts of layers, of all views
-        self._is_sent = False
-
-    @property
-    def num_patches(self) -> int:
-        """Of the largest view."""
-        return max(view.num_patches for view in self.picture.views)
-
-    def take(self, num_parts: int) -> Picture | None:
-        """Count parts as run; return the picture if the workers do not have it yet."""
-        self.num_left -= num_parts
-        was_sent = self._is_sent
-        self._is_sent = True
-        return None if was_sent else self.picture
+    picture: Picture
+    num_left: int  # parts of layers, of all views
+    is_sent: bool = False  # whether the workers have it
