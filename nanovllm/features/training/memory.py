@@ -73,11 +73,6 @@ class HeldWeights:
         for weight in self.opaque:
             weight.release()
 
-    def take(self) -> None:
-        """Make room for values that will be written: zeros until then."""
-        for weight in self.opaque:
-            weight.replace(torch.zeros(weight.shape, dtype=weight.dtype))
-
 
 class Spool:
     """A file without a name, which ends with the process however that ends.
@@ -114,9 +109,12 @@ class Spool:
         self._file = file
 
     def load(self, weights: HeldWeights) -> None:
-        """Fill the weights again, if the file has them. It stays."""
+        """Fill the weights again, if the file has them; else make room for values that will be
+        written. The file stays.
+        """
         if self._file is None:
-            weights.take()
+            for weight in weights.opaque:
+                weight.replace(torch.zeros(weight.shape, dtype=weight.dtype))
             return
         self._file.seek(0)
         for memory in weights.tensors:

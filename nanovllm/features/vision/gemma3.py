@@ -30,9 +30,7 @@ class Gemma3(VisionFamily):
             )
         self.patch = self.size("patch_size", high=256)
         self.side = self.size("image_size", 896, high=2**14)  # of all pictures, in pixels
-        where = "config.json: mm_tokens_per_image"
-        given = config.get("mm_tokens_per_image", 256)
-        self.num_tokens = check_int(CheckpointError, where, given, 1, 2**20)
+        self.num_tokens = self.field("mm_tokens_per_image", 256, check_int, 1, 2**20)
         patches = self.side // self.patch
         self.merge = patches // math.isqrt(self.num_tokens)
         if self.merge * math.isqrt(self.num_tokens) != patches or self.side % self.patch:

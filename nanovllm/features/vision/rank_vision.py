@@ -258,25 +258,15 @@ def load_tower(
         tower = make_tower(family, spec)
     use_kernels(tower, kernels)
     forms = WeightForms(tower, spec.model_config.dtype, kernels)
+    load = partial(load_weights, tower, progress=False, on_loaded=forms.finish, store=forms.store)
     if spec.config.load_format == "dummy":
         init_dummy_weights(tower, spec.config.seed)
         for module in tower.modules():
             forms.finish(module)
-        return tower.eval().requires_grad_(False)
-    files = spec.files
-    ignored = frozenset[str]()
-    if family.mmproj is None:
-        known = {name for file in files for name in read_header(file)}
-        ours = tuple(place + part for place in tower.places for part in tower.parts)
-        ignored = frozenset(name for name in known if not name.startswith(ours))
+    elif family.mmproj is not None:
+        load([family.mmproj])
     else:
-        files = [family.mmproj]
-    load_weights(
-        tower,
-        files,
-        ignored=ignored,
-        progress=False,
-        on_loaded=forms.finish,
-        store=forms.store,
-    )
+        known = {name for file in spec.files for name in read_header(file)}
+        ours = tuple(place + part for place in tower.places for part in tower.parts)
+        load(spec.files, ignored=frozenset(name for name in known if not name.startswith(ours)))
     return tower.eval().requires_grad_(False)

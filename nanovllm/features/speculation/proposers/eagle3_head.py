@@ -300,10 +300,6 @@ class DraftVocabulary(nn.Module):
         d2t = torch.zeros(draft_vocab_size, dtype=torch.int64)
         self.register_buffer("d2t", d2t, persistent=False)
 
-    def forward(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens [N] of `draft_ids` [N]."""
-        return draft_ids + self.d2t[draft_ids]
-
     def shards(self, prefix: str) -> Iterator[Shard]:
         """Yield the whole table: each rank has it."""
         yield Shard(prefix, tuple(self.d2t.shape), self.d2t)
@@ -353,7 +349,8 @@ class LlamaForCausalLMEagle3(Head):
             self._embed = target.model.embed_tokens.forward
         if self.d2t is None:
             return None
-        tokens: torch.Tensor = self.d2t(torch.arange(len(self.d2t.d2t), device=self.d2t.d2t.device))
+        d2t = self.d2t.d2t
+        tokens = torch.arange(len(d2t), device=d2t.device) + d2t
         wrong = (tokens < 0) | (tokens >= self.config.vocab_size)
         if wrong.any():
             index = int(wrong.nonzero()[0, 0])
