@@ -79,8 +79,8 @@ class PoolingRequests:
                 write: Write | None = asked if settings.asks else None
                 if settings.template is not None and render is not None:
                     write = templated(render, settings.template)
-                token_ids = [self._answer(self.texts, each) for each in settings.answers]
-                self.reranker = Reranker(self.texts, token_ids or [0], settings.activation, write)
+                token_ids = tuple(self._answer(self.texts, each) for each in settings.answers)
+                self.reranker = Reranker(self.texts, token_ids or (0,), settings.activation, write)
 
     def _answer(self, texts: Texts, answer: str | int) -> int:
         """Return the token of an answer."""

@@ -3,6 +3,7 @@
 The built-in question is Qwen3-Reranker's (arXiv:2506.05176, and its model card).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
@@ -56,27 +57,17 @@ def messages(system: str, **texts: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text} for role, text in {**first, **texts}.items()]
 
 
+@dataclasses.dataclass(frozen=True)
 class Reranker:
-    """Scores pairs of texts.
+    """Scores pairs of texts."""
 
-    Args:
-        token_ids: whose logits after the prompt make the score: of no and yes, or of one token or
-            label.
-        activation: "sigmoid" or "identity": what makes a score of a logit.
-        write: what writes a pair as one text; None: the tokenizer joins the two.
-    """
-
-    def __init__(
-        self,
-        texts: Texts,
-        token_ids: Seq[int],
-        activation: str,
-        write: Write | None = None,
-    ) -> None:
-        self.token_ids = tuple(token_ids)
-        self._texts = texts
-        self._activation = activation
-        self._write = write
+    texts: Texts
+    token_ids: tuple[int, ...]
+    """Whose logits after the prompt make the score: of no and yes, or of one token or label."""
+    activation: str
+    """What makes a score of a logit, "sigmoid" or "identity"."""
+    write: Write | None
+    """What writes a pair as one text; None: the tokenizer joins the two."""
 
     def prompt(
         self, query: str, document: str, instruction: str | None, kept: int | None, before: str
@@ -93,9 +84,9 @@ class Reranker:
             InvalidRequestError: the texts are too long, or there is an instruction that the model
                 does not read.
         """
-        texts = self._texts
+        texts = self.texts
         texts.most(kept)  # it may be too many
-        if (write := self._write) is not None:
+        if (write := self.write) is not None:
             instruction = instruction or before or None
             texts.limit.check_text("the query", instruction or "", query)
             if kept is not None and kept > 0:
@@ -120,7 +111,7 @@ class Reranker:
         """
         *no, yes = logits
         logit = yes - sum(no)
-        return sigmoid(logit) if is_probability and self._activation == "sigmoid" else logit
+        return sigmoid(logit) if is_probability and self.activation == "sigmoid" else logit
 
 
 def sigmoid(logit: float) -> float:

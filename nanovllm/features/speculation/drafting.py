@@ -29,38 +29,27 @@ class SequenceDrafts(DraftCounts):
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
 
 
+@dataclasses.dataclass(eq=False)
 class AdaptiveDrafting:
-    """Adds as many drafts to the rows of a step as the controller expects to pay.
+    """Adds as many drafts to the rows of a step as the controller expects to pay."""
 
-    Args:
-        follows_drafts: `DraftInfo.follows_drafts`.
-    """
-
-    def __init__(
-        self,
-        controller: DraftController,
-        block_manager: BlockManager,
-        max_num_batched_tokens: int,
-        *,
-        follows_drafts: bool = False,
-    ) -> None:
-        self.controller = controller
-        self.counts = DraftCounts()
-        self._block_manager = block_manager
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._follows_drafts = follows_drafts
+    controller: DraftController
+    block_manager: BlockManager
+    max_num_batched_tokens: int
+    follows_drafts: bool = False  # `DraftInfo.follows_drafts`
+    counts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
     def may_follow(self, seq: Sequence) -> bool:
         """Return whether a sequence with drafts in flight may get another row: see
         `Row.num_unverified_tokens`.
         """
-        return self._follows_drafts and seq.params.is_plain
+        return self.follows_drafts and seq.params.is_plain
 
     def extend(
         self, rows: list[Row], new_blocks: list[NewBlocks], sequences: Mapping[int, Sequence]
     ) -> tuple[list[Row], list[NewBlocks], bool]:
         """Return a step's rows and new blocks with drafts, and whether the step may have any."""
-        if self._follows_drafts:
+        if self.follows_drafts:
             rows, new_blocks = self._take_back_followers(rows, new_blocks, sequences)
         if self.controller.skips_step():
             return rows, new_blocks, False
@@ -109,7 +98,7 @@ class AdaptiveDrafting:
         """
         num_tokens = sum(row.num_scheduled_tokens for row in rows)
         num_samples = sum(row.samples for row in rows)
-        budget = min(self._max_num_batched_tokens - num_tokens, MAX_SAMPLES - num_samples)
+        budget = min(self.max_num_batched_tokens - num_tokens, MAX_SAMPLES - num_samples)
         if budget <= 0:
             return []
         indices = [i for i, row in enumerate(rows) if row.samples and row.num_scheduled_tokens == 1]
@@ -129,9 +118,9 @@ class AdaptiveDrafting:
             row = rows[index]
             start = len(seq.kv.block_table)
             count = min(count, budget)
-            appended = self._block_manager.allocate_blocks(seq, row.end + count)
+            appended = self.block_manager.allocate_blocks(seq, row.end + count)
             if appended is None:  # as many drafts as the sequence's blocks hold
-                count = start * self._block_manager.block_size - row.end
+                count = start * self.block_manager.block_size - row.end
             elif appended:
                 new_blocks.append(NewBlocks(row.table_idx, start, appended))
             rows[index] = row._replace(num_scheduled_tokens=1 + count, num_draft_tokens=count)
@@ -158,7 +147,7 @@ class AdaptiveDrafting:
             seq.num_computed_tokens -= row.num_scheduled_tokens
             seq.num_in_flight_steps -= 1
             seq.num_pending_tokens -= row.samples
-            self._block_manager.trim(seq, seq.num_computed_tokens)
+            self.block_manager.trim(seq, seq.num_computed_tokens)
         return (
             [row for row in rows if row.table_idx not in taken],
             [new for new in new_blocks if new.table_idx not in taken],
