@@ -62,7 +62,7 @@ class StepRunners:
         from nanovllm.features.graphs.cuda_graph import graph_sizes
         from nanovllm.features.graphs.piecewise_graphs import piece_sizes
 
-        graphs = self._decode_graphs(tables, accepts=accepts)
+        graphs = self.graphs(tables, self._max_graph_tokens, accepts=accepts)
         num_bytes = measured_bytes(graphs, graph_sizes(graphs.max_tokens), tables.platform)
         pieces = self._pieces(tables)
         sizes = piece_sizes(self._max_num_batched_tokens)
@@ -79,7 +79,7 @@ class StepRunners:
         from nanovllm.features.graphs.piecewise_graphs import piece_sizes
 
         progress = tensor_parallel().rank == 0
-        graphs = self._decode_graphs(tables, accepts=accepts)
+        graphs = self.graphs(tables, self._max_graph_tokens, accepts=accepts)
         graphs.capture(graph_sizes(graphs.max_tokens), progress=progress)
         pieces = self._pieces(tables)
         pieces.capture(piece_sizes(self._max_num_batched_tokens), progress=progress)
@@ -149,9 +149,6 @@ class StepRunners:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         return self._network.run(self._network.attention.planned(batch))
-
-    def _decode_graphs(self, tables: DeviceTables, *, accepts: bool) -> "GraphRunner":
-        return self.graphs(tables, self._max_graph_tokens, accepts=accepts)
 
     def _pieces(self, tables: DeviceTables) -> "PiecewiseGraphs":
         """Return a runner for the forward pass of any rows, with no graph captured yet.
