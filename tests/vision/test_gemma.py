@@ -306,6 +306,28 @@ def test_bits_do_not_depend_on_how_a_prompt_is_computed(made: Made) -> None:
     assert num_preemptions
 
 
+def test_a_large_picture_for_a_tower_without_layers(tmp_path: Path) -> None:
+    """Beside rows its parts are those of several steps, and the first of these computes all."""
+    made = Made(unified, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["text_config"]["max_position_embeddings"] = 1400
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ids = [1, 92, *[SOFT] * 33**2, 93, 2]
+    prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(400, 400)}}
+    llm = LLM(
+        made.path,
+        dtype="float32",
+        device="cpu",
+        max_model_len=1400,
+        mm_processor_kwargs={"max_soft_tokens": 1120},
+    )
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    beside_rows = llm.generate([[1, 2, 3], prompt], params, use_tqdm=False)[1]
+    llm.reset_prefix_cache()
+    alone = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert beside_rows.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("make", "marker", "around"),
     [
