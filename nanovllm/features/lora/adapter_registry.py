@@ -48,12 +48,10 @@ class AdapterRegistry:
             raise InvalidRequestError(
                 f"lora_request must be a LoRARequest or None, got {shown(lora_request)}"
             )
-        known = self._same(lora_request)
-        if known is not None:
+        if (known := self._same(lora_request)) is not None:
             return known
         with self._reading:
-            known = self._same(lora_request)  # another thread may have read it
-            if known is not None:
+            if (known := self._same(lora_request)) is not None:  # another thread has read it
                 return known
             adapter = self._read(lora_request)
             self._known[lora_request.lora_int_id] = lora_request, adapter

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from nanovllm.layers.linear import LinearBase
@@ -75,11 +74,6 @@ def named_slices(model: nn.Module, targets: Iterable[LoRATarget]) -> dict[str, S
             for other in model.all_names(f"{name}{WEIGHT}"):
                 found.setdefault(other.removesuffix(WEIGHT), part)
     return found
-
-
-def own_outputs(b: torch.Tensor, part: Slice) -> torch.Tensor:
-    """Return this rank's rows of `b` [outputs, r], in the order of the layer's."""
-    return torch.cat([b[piece.start : piece.start + piece.size] for piece in part.pieces])
 
 
 def _target(shards: list[Shard], names: list[str]) -> LoRATarget:

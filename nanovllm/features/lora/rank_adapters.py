@@ -3,6 +3,7 @@
 The scheduler chose the slots, and says who uses them. `RankAdapters` is a part of the model runner.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 
@@ -13,7 +14,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.core.messages import AdapterSlot, FinishInfo, Row, Schedule
 from nanovllm.errors import CheckpointError, NanoVLLMError
 from nanovllm.features.lora.adapter_registry import adapter_targets
-from nanovllm.features.lora.layer_parts import LoRATarget, named_slices, own_outputs
+from nanovllm.features.lora.layer_parts import LoRATarget, named_slices
 from nanovllm.features.lora.peft_files import Adapter, Factors, fitting, read_adapter
 from nanovllm.kernels.adapters import AdapterRows, AdapterTable, empty_table
 from nanovllm.kernels.torch_kernels import Kernels, LinearMethod, PlainWeight
@@ -55,20 +56,18 @@ class StepAdapters:
         return self._outputs if num_inputs == self._num_outputs else self.tokens
 
 
+@dataclasses.dataclass(eq=False)
 class AdaptedWeight:
     """A weight, and the adapters of its layer. With a bias, that is added before them."""
 
-    def __init__(
-        self, base: LinearMethod, table: AdapterTable, step: StepAdapters, kernels: Kernels
-    ) -> None:
-        self.base = base
-        self._table = table
-        self._step = step
-        self._kernels = kernels
+    base: LinearMethod
+    table: AdapterTable
+    step: StepAdapters
+    kernels: Kernels
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = self.base.apply(x, bias)
-        self._kernels.add_lora(y, x, self._step.rows(len(x)), self._table)
+        self.kernels.add_lora(y, x, self.step.rows(len(x)), self.table)
         return y
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
@@ -175,8 +174,8 @@ class AdapterSlots:
                 inputs = factors.a[:, target.input_start : target.input_start + target.inputs]
                 table.a[slot, first_row : first_row + factors.rank] = inputs.to(table.a.device)
                 columns = slice(column, column + part.size)
-                outputs = own_outputs(factors.b, part)
-                table.b[slot, : factors.rank, columns] = outputs.T.to(table.b.device)
+                rows = [factors.b[piece.start : piece.start + piece.size] for piece in part.pieces]
+                table.b[slot, : factors.rank, columns] = torch.cat(rows).T.to(table.b.device)
             first_row += table.max_rank
             column += part.size
         table.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
