@@ -1,9 +1,9 @@
 """What a model family declares of pictures: the sizes it reads, their text, and its tower."""
 
 import dataclasses
-import importlib
 import importlib.util
 import logging
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -258,9 +258,7 @@ def find_family(config: Config, checkpoint: Checkpoint) -> VisionFamily | None:
     if importlib.util.find_spec("PIL") is None:
         logger.warning("this model also reads pictures, which needs Pillow: pip install pillow")
         return None
-    module, _, name = place.partition(":")
-    found = importlib.import_module(f"nanovllm.features.vision.{module}")
-    family: type[VisionFamily] = getattr(found, name)
+    family: type[VisionFamily] = pkgutil.resolve_name(f"nanovllm.features.vision.{place}")
     if checkpoint.mmproj is None:
         return family(fields, checkpoint.processor)
     return _of_mmproj(family, fields, checkpoint)

@@ -15,11 +15,6 @@ MAX_BYTES = 20 * 2**20
 """Of a file."""
 MAX_PIXELS = 64_000_000
 """Of a picture, known before any is decoded."""
-RESAMPLE = {
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 _MODES = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "La", "CMYK", "YCbCr", "LAB"))
 _WITH_ALPHA = frozenset(("LA", "PA", "RGBA", "RGBa", "La"))
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
@@ -158,7 +153,7 @@ def resized(
     whole: dict[tuple[int, int], Image.Image] = {}
     for width, height, box in views:
         if (width, height) not in whole:
-            whole[width, height] = image.resize((width, height), RESAMPLE[resample])
+            whole[width, height] = image.resize((width, height), Image.Resampling[resample.upper()])
         view = whole[width, height]
         found.append((view if box is None else view.crop(box)).tobytes())
     return found

@@ -165,22 +165,17 @@ class EncoderHook(AdmissionHook):
             for digest in found:
                 self._cached.move_to_end(digest)
 
-    def _next_picture(self) -> tuple[Picture | None, set[bytes]]:
-        """Return the first picture that a parked sequence lacks, and what must stay meanwhile: all
-        that this sequence needs, and those before it, which lack none.
+    def _begins(self) -> tuple[Picture, list[bytes]] | None:
+        """Return the next picture to encode, the first that a parked sequence lacks, and what is
+        dropped for it; None if none can be.
         """
-        kept: set[bytes] = set()
+        kept: set[bytes] = set()  # what this sequence needs, and those before it, which lack none
         for needed in self._parked.values():
             kept |= needed.keys()
-            for digest, picture in needed.items():
-                if digest not in self._cached:
-                    return picture, kept
-        return None, kept
-
-    def _begins(self) -> tuple[Picture, list[bytes]] | None:
-        """Return the next picture to encode, and what is dropped for it; None if none can be."""
-        picture, kept = self._next_picture()
-        if picture is None:
+            if not needed.keys() <= self._cached.keys():
+                picture = next(needed[digest] for digest in needed if digest not in self._cached)
+                break
+        else:
             return None
         missing = self.num_bytes + self._size(picture) - self._max_bytes
         dropped = []
