@@ -128,12 +128,11 @@ class DirectoryStore(ByteStore):
             self._write(path, key, buffers)
         except IsADirectoryError as error:
             self._discard(key, path, error)
-            return
         except OSError as error:
             self._fail(error)
-            return
-        self._warned = False
-        self._evictor.added(num_bytes)
+        else:
+            self._warned = False
+            self._evictor.added(num_bytes)
 
     def settle(self) -> None:
         """Wait until as many entries are removed as the limit asks for."""

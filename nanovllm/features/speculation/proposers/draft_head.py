@@ -5,6 +5,7 @@ ones, a head reads its own output in their place.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -123,15 +124,10 @@ class DraftHead(DraftNetwork):
     def _record(self, steps: "StepRunners") -> "list[CPUGraphRunner | None]":
         from nanovllm.features.graphs.cpu_graph import MAX_TOKENS
 
-        head = self._head
         fed_back = self._inputs.platform.zeros((MAX_TOKENS, self._hidden_size), self._dtype)
         self._hidden = fed_back
-
-        def go_on(batch: Batch) -> torch.Tensor:
-            return head(batch, fed_back)  # type: ignore[no-any-return]
-
-        tables = self._inputs
-        return [steps.recorded(self._first_hidden, tables), steps.recorded(go_on, tables)]
+        ways = self._first_hidden, functools.partial(self._head, hidden=fed_back)
+        return [steps.recorded(way, self._inputs) for way in ways]
 
     def _first_hidden(self, batch: Batch) -> torch.Tensor:
         """Return the head's hidden states of tokens for which there are the target's."""
@@ -157,18 +153,16 @@ class DraftHead(DraftNetwork):
         size = self._max_graph_tokens(FEW_TOKENS)
         shape = (size, self._hidden_size)
         hidden = self._hidden = torch.zeros(shape, dtype=self._dtype, device=self._inputs.device)
-        graphs = []
-        for features, count in ((self._features, FEW_TOKENS), (None, 1)):
-            graphs.append(
-                steps.graphs(
-                    self._inputs,
-                    self._max_graph_tokens(count),
-                    self._graph_step(hidden, features),
-                    max_known_tokens=count,
-                    choose=lambda logits, sampling: sampling.kernels.greedy(logits),
-                )
+        return [
+            steps.graphs(
+                self._inputs,
+                self._max_graph_tokens(count),
+                self._graph_step(hidden, features),
+                max_known_tokens=count,
+                choose=lambda logits, sampling: sampling.kernels.greedy(logits),
             )
-        return graphs
+            for features, count in ((self._features, FEW_TOKENS), (None, 1))
+        ]
 
     def _graph_step(self, hidden: torch.Tensor, features: torch.Tensor | None) -> "ComputeLogits":
         """Return what a graph computes: the head reads `features`, or else `hidden`, and writes its
