@@ -67,10 +67,37 @@ class StepOutput:
         if self.draft_ids is None and not has_details:  # most steps: one token a row
             tokens_left = iter(sampled)
             return [[next(tokens_left)] if row.samples else [] for row in rows], {}
+        return self._detailed_results(rows, sampled)
+
+    def _detailed_results(
+        self, rows: list[Row], sampled: list[int]
+    ) -> tuple[list[list[int]], dict[int, RowDetails]]:
+        """Return what `row_results` does. `sampled` [S] has a token, NO_TOKEN or RULED_OUT for each
+        sample.
+        """
+        from nanovllm.worker.logprobs import by_sequence
+
         drafts = sampled if self.draft_ids is None else self.draft_ids.tolist()
-        return _detailed_results(
-            rows, sampled, drafts, self.finish_infos, self.forcing, self.logprobs
-        )
+        of_samples, of_prompts = by_sequence(self.logprobs)
+        token_ids: list[list[int]] = []
+        details: dict[int, RowDetails] = {}
+        first = 0
+        for row in rows:
+            tokens: list[int] = []
+            finish_info: FinishInfo | None = None
+            forced: list[int] | None = None
+            if row.samples:
+                last = first + row.num_draft_tokens
+                tokens, finish_info = _accepted(sampled, drafts, self.finish_infos, first, last)
+                if finish_info is None and row.seq_id in self.forcing:
+                    forced = self.forcing[row.seq_id].jump_forward(tokens)
+                first = last + 1
+            token_ids.append(tokens)
+            values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
+            found = RowDetails(row.num_draft_tokens, finish_info, forced, *values)
+            if found != RowDetails():
+                details[row.seq_id] = found
+        return token_ids, details
 
 
 class PendingResult:
@@ -141,41 +168,6 @@ class PendingResult:
         """Read the tokens now, if a later step may overwrite them."""
         if self._output.on_host:
             self.result()
-
-
-def _detailed_results(
-    rows: list[Row],
-    sampled: list[int],
-    drafts: list[int],
-    finish_infos: dict[int, FinishInfo],
-    forcing: "Mapping[int, GrammarRow]",
-    logprobs: "list[Logprobs]",
-) -> tuple[list[list[int]], dict[int, RowDetails]]:
-    """Return what `row_results` does. `sampled` [S] has a token, NO_TOKEN or RULED_OUT for each
-    sample, `drafts` [S] the draft that the sample may confirm.
-    """
-    from nanovllm.worker.logprobs import by_sequence
-
-    of_samples, of_prompts = by_sequence(logprobs)
-    token_ids: list[list[int]] = []
-    details: dict[int, RowDetails] = {}
-    first = 0
-    for row in rows:
-        tokens: list[int] = []
-        finish_info: FinishInfo | None = None
-        forced: list[int] | None = None
-        if row.samples:
-            last = first + row.num_draft_tokens
-            tokens, finish_info = _accepted(sampled, drafts, finish_infos, first, last)
-            if finish_info is None and row.seq_id in forcing:
-                forced = forcing[row.seq_id].jump_forward(tokens)
-            first = last + 1
-        token_ids.append(tokens)
-        values = of_samples.get(row.seq_id), of_prompts.get(row.seq_id)
-        found = RowDetails(row.num_draft_tokens, finish_info, forced, *values)
-        if found != RowDetails():
-            details[row.seq_id] = found
-    return token_ids, details
 
 
 def _accepted(
