@@ -4,8 +4,7 @@ The device gathers them, with each token's rank and the most likely tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence as Seq
-from functools import partial
+from collections.abc import Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -70,9 +69,9 @@ def sampled_logprobs(
     own = tokens[rows].clamp(min=0)  # a row without a token fails: its numbers do not count
     most = max(counts.values())
     normalized = mode.endswith("logprobs")
-    if mode.startswith("processed"):
-        process = partial(processed_logits, sampling=sampling.parameters().take(rows))
-        gathered = gather_logprobs(sampling.ruled, own, most, rows, process, normalized=normalized)
+    if mode.startswith("processed"):  # few rows want it, and its filters sort them as a whole
+        scores = processed_logits(sampling.ruled[rows], own, sampling.parameters().take(rows))
+        gathered = gather_logprobs(scores, own, most, normalized=normalized)
     else:
         gathered = gather_logprobs(logits, own, most, rows, normalized=normalized)
     return [Logprobs([sampling.rows[i].seq_id for i in counts], list(counts.values()), gathered)]
@@ -184,7 +183,6 @@ def gather_logprobs(
     tokens: torch.Tensor,
     count: int,
     rows: torch.Tensor | None = None,
-    process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     *,
     normalized: bool = True,
 ) -> GatheredLogprobs:
@@ -195,12 +193,8 @@ def gather_logprobs(
     Args:
         logits: [L, vocab_size].
         rows: [L] int64, which rows of `logits` to use instead.
-        process: gets all L rows and `tokens`; returns what to use in place of the rows.
         normalized: False: the logits themselves.
     """
-    if process is not None:  # few rows want it, and its filters sort them as a whole
-        logits = process(logits if rows is None else logits[rows], tokens)
-        rows = None
     size = max(_PIECE // logits.shape[-1], 1)
     pieces: Iterable[torch.Tensor]
     if rows is None:
