@@ -94,7 +94,8 @@ class QKNormRope(NamedTuple):
             keys and values if `qkv` has only queries.
         """
         heads = qkv.view(len(qkv), -1, spec.head_dim)
-        q, *kv = heads.split_with_sizes(qkv_parts(qkv, spec), 1)
+        num_parts = (heads.shape[1] - spec.num_heads) // spec.num_kv_heads  # keys, values
+        q, *kv = heads.split_with_sizes([spec.num_heads, *[spec.num_kv_heads] * num_parts], 1)
         cos_sin = self.cos_sin[positions]
         q = self._prepare(q, self.q_weight, cos_sin)
         if self.q_scale is not None:
@@ -114,11 +115,3 @@ class QKNormRope(NamedTuple):
         if weight is not None and self.after_rotation:
             x = rms_norm(x, weight, self.eps, self.kind)
         return x
-
-
-def qkv_parts(qkv: torch.Tensor, spec: AttentionSpec) -> list[int]:
-    """Return the heads of each part of `qkv` [T, n]: queries; keys; values, unless they are the
-    keys.
-    """
-    extra = qkv.shape[1] // spec.head_dim - spec.num_heads
-    return [spec.num_heads, *[spec.num_kv_heads] * (extra // spec.num_kv_heads)]
