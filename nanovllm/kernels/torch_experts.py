@@ -3,12 +3,15 @@
 Shapes: T tokens, E experts, k experts of a token.
 """
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.torch_math import activate, swiglu_oai
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.torch_kernels import LinearMethod
 
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai", "relu2")
 """Of gate and up, or of experts without a gate. Their places here are their numbers in the kernels.
@@ -49,18 +52,10 @@ class ExpertChoice(NamedTuple):
     logit_factor: float = 1.0  # of the logits in a softmax
 
 
-class RowSource(Protocol):
-    """A weight that can give some of its rows: a `LinearMethod`."""
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` [m] int64 of the weight: [m, inputs]."""
-        ...
-
-
 class ExpertLinear(NamedTuple):
     """The same linear of E experts, one after the other."""
 
-    weight: torch.Tensor | RowSource  # [E * num_outputs, inputs]
+    weight: "torch.Tensor | LinearMethod"  # [E * num_outputs, inputs]
     bias: torch.Tensor | None  # [E * num_outputs]
     num_outputs: int  # of one expert
 
