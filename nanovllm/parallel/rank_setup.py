@@ -19,11 +19,10 @@ from nanovllm.loading.hub import Checkpoint, weight_files
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.registry import read_config
 from nanovllm.options.config import PLATFORMS, Config
-from nanovllm.options.plugins import at_start, in_worker, is_plugin, load_class, make_guarded
+from nanovllm.options.plugins import at_start, is_plugin, load_class
 from nanovllm.platform import Platform
 from nanovllm.utils.process import control_groups
-from nanovllm.worker.device_tables import DeviceTables
-from nanovllm.worker.hooks import StepRunner, WorkerHook
+from nanovllm.worker.hooks import WorkerHook, step_runner_class
 from nanovllm.worker.model_loader import NetworkSpec, check_weights, user_parts
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.network import Network
@@ -190,7 +189,6 @@ def make_runner(
         make_steps=make_steps,
         make_drafter=make_drafter,
         make_parts={"pooling": partial(_make_pooling, target.files)},
-        make_step_runner=_step_runner_maker(config.step_runner),
     )
     if config.enable_lora:
         from nanovllm.features.lora.rank_adapters import RankAdapters
@@ -209,25 +207,6 @@ def make_runner(
 
         runner.parts.append(RankTiers(runner, files))
     return runner
-
-
-def step_runner_class(value: str) -> type[StepRunner]:
-    """Return the class that the option step_runner names, "module:Class".
-
-    Raises:
-        ConfigError: there is no such class.
-    """
-    return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
-
-
-def _step_runner_maker(
-    value: str | None,
-) -> Callable[[Network, DeviceTables], StepRunner] | None:
-    """Return what makes the step runner of the option step_runner; None without one."""
-    if value is None:
-        return None
-    found = step_runner_class(value)
-    return partial(make_guarded, f'step_runner="{value}"', StepRunner, found, call=in_worker)
 
 
 def _check_plugins(config: Config) -> None:

@@ -9,6 +9,7 @@ import torch
 from nanovllm.attention.batch import Replaced
 from nanovllm.core.messages import Row, Schedule
 from nanovllm.core.worker_info import WorkerInfo
+from nanovllm.options.plugins import load_class
 from nanovllm.worker.step_output import PendingResult
 
 if TYPE_CHECKING:
@@ -45,6 +46,15 @@ class StepRunner(ABC):
     @abstractmethod
     def run(self, rows: list[Row]) -> StepTensors:
         """Write the KV of the tokens of `rows`; return what was computed."""
+
+
+def step_runner_class(value: str) -> type[StepRunner]:
+    """Return the class that the option step_runner names, "module:Class".
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    return load_class("step_runner", value, StepRunner, ("network", "tables"))  # type: ignore[type-abstract]
 
 
 class RowNeeds(NamedTuple):

@@ -46,8 +46,6 @@ class ModelRunner:
             them, all steps run layer by layer, and none has drafts.
         make_parts: called with the network when an admission first has extras of that name. What
             they return joins `parts`.
-        make_step_runner: called with the network and the tables: makes the user's step runner,
-            which is asked first.
 
     Attributes:
         parts: what features add, such as adapters and tiers.
@@ -69,7 +67,6 @@ class ModelRunner:
         make_steps: "Callable[[Network, int], StepRunners] | None" = None,
         make_drafter: "Callable[[Network, int], Proposer] | None" = None,
         make_parts: Mapping[str, Callable[[Network], WorkerHook]] = MappingProxyType({}),
-        make_step_runner: Callable[[Network, DeviceTables], StepRunner] | None = None,
     ) -> None:
         config = self.config = target.config
         self.platform = platform
@@ -96,7 +93,6 @@ class ModelRunner:
 
             self._user_rules = load_rules(config.logits_rules)
         self._make_parts = dict(make_parts)
-        self.make_step_runner = make_step_runner
         self.weights: RankWeights | None = None
         self.watch: SamplingWatch | None = None
         self.step_runners: list[StepRunner] = []

@@ -17,9 +17,10 @@ from nanovllm.core.messages import MAX_SAMPLES, Admission, Row, Schedule
 from nanovllm.core.worker_info import Arithmetic, DraftInfo, KVInfo, WorkerInfo, num_tables
 from nanovllm.kernels.cpu import library
 from nanovllm.loading.files import is_gguf
-from nanovllm.options.plugins import at_start, is_plugin
+from nanovllm.options.plugins import at_start, in_worker, is_plugin, make_guarded
 from nanovllm.options.sampling_params import SamplingParams
 from nanovllm.worker.device_tables import DeviceTables
+from nanovllm.worker.hooks import StepRunner, step_runner_class
 from nanovllm.worker.kv_cache import num_blocks_that_fit
 from nanovllm.worker.model_runner import ModelRunner
 
@@ -128,8 +129,9 @@ def allocate(runner: ModelRunner, info: WorkerInfo) -> WorkerInfo:
         compile_kernels(runner, info)
     if runner.steps is not None:
         runner.step_runners = runner.steps.make(tables, accepts=runner.follows_drafts)
-    if runner.make_step_runner is not None:
-        runner.step_runners.insert(0, runner.make_step_runner(network, tables))
+    if (name := runner.config.step_runner) is not None:  # it is asked first
+        make = partial(make_guarded, f'step_runner="{name}"', StepRunner, step_runner_class(name))
+        runner.step_runners.insert(0, make(network, tables, call=in_worker))
     info = with_arithmetic(runner, info)
     if drafter is not None:
         drafts = info.drafts._replace(follows_drafts=runner.follows_drafts)
