@@ -1,6 +1,6 @@
 """The pages of a KV pool: who uses them, and in which order the free ones are reused."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,16 +101,17 @@ class BlockPool:
             block.ref_count += 1
             self.free.touch(page)
 
-    def release(self, page: int) -> None:
-        """Count one user less of a page. At 0 it is free, and reused last if it has an entry."""
-        block = self.blocks[page]
-        block.ref_count -= 1
-        if block.ref_count:
-            return
-        if block.entry is None:
-            self.free.put_first(page)
-        else:
-            self.free.put_last(page)
+    def release(self, pages: Iterable[int]) -> None:
+        """Count one user less of pages. At 0 a page is free, and reused last if it has an entry."""
+        for page in pages:
+            block = self.blocks[page]
+            block.ref_count -= 1
+            if block.ref_count:
+                continue
+            if block.entry is None:
+                self.free.put_first(page)
+            else:
+                self.free.put_last(page)
 
     def clear(self, page: int) -> None:
         """Remove a page's entry. If the page is free it is reused first."""

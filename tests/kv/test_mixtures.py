@@ -274,6 +274,5 @@ def test_an_allocation_is_all_or_nothing_over_all_groups(num_short: int) -> None
     assert manager.allocate_blocks(seq, 61, hit) is None
     assert list(manager.pool.free) == free
     assert seq.kv.block_table == []
-    for page in taken[:num_short]:
-        manager.pool.release(page)
+    manager.pool.release(taken[:num_short])
     assert manager.allocate_blocks(seq, 61, manager.match_prefix(seq)) is not None

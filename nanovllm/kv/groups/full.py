@@ -85,8 +85,7 @@ class FullGroup(KVCacheGroup):
     def trim(self, seq: Sequence, num_blocks: int) -> None:
         """Free the pages after the first `num_blocks`. None of them is cached."""
         table = seq.kv.block_table
-        for page in reversed(table[num_blocks:]):
-            self.pool.release(page)
+        self.pool.release(reversed(table[num_blocks:]))
         del table[num_blocks:]
 
     def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
@@ -95,7 +94,7 @@ class FullGroup(KVCacheGroup):
             block = self.pool.blocks[page]
             if distrusted is not None and block.ref_count == 1 and isinstance(block.entry, Node):
                 self.trie.remove(block.entry, evicted=False)
-            self.pool.release(page)
+            self.pool.release([page])
         seq.kv = KVState(seq.root_uid, block_keys=seq.kv.block_keys)
 
     def forget(self, node: Node, *, evicted: bool) -> None:

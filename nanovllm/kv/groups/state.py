@@ -163,8 +163,7 @@ class StateGroup(KVCacheGroup):
         if snapshot is not None:
             self._copies.append(PageCopy(snapshot.pages, state.pages))
             if snapshot not in self._held:
-                for page in snapshot.pages:
-                    self.pool.release(page)
+                self.pool.release(snapshot.pages)
 
     def make_room(self, seq: Sequence, num_pages: int) -> None:
         """Drop held snapshots until `num_pages` pages are free, or none if these do not suffice."""
@@ -200,8 +199,7 @@ class StateGroup(KVCacheGroup):
         begun = state.begun
         state.begun = None
         if begun is None or begun.is_dropped:
-            for page in reversed(state.pages):
-                self.pool.release(page)
+            self.pool.release(reversed(state.pages))
         else:  # the sequence does not need its state any more
             self._hold(begun, state.pages)
             self._keep(state, begun)
@@ -226,8 +224,8 @@ class StateGroup(KVCacheGroup):
         self._forget(snapshot, evicted=evicted)
         for page in reversed(snapshot.pages):
             self.pool.clear(page)
-            if is_held:
-                self.pool.release(page)
+        if is_held:
+            self.pool.release(reversed(snapshot.pages))
 
     def pages_of(self, seq: Sequence, index: int) -> list[int]:
         return self._states[seq].pages
@@ -246,8 +244,7 @@ class StateGroup(KVCacheGroup):
             pages = self.take_pages() if is_wanted else []
             if begun.is_dropped or not pages:  # perhaps its block was one of these pages
                 self.drop(begun, evicted=False)
-                for page in reversed(pages):
-                    self.pool.release(page)
+                self.pool.release(reversed(pages))
                 continue
             self._hold(begun, pages)
             begun.copy = PageCopy(state.pages, pages)
@@ -335,8 +332,7 @@ class StateGroup(KVCacheGroup):
     def _let_go(self, snapshot: Snapshot) -> None:
         """Free the pages of a snapshot, which stays cached until they are reused."""
         del self._held[snapshot]
-        for page in snapshot.pages:
-            self.pool.release(page)
+        self.pool.release(snapshot.pages)
 
     def _keep(self, state: State, snapshot: Snapshot) -> None:
         """Keep a held and cached snapshot: the rolling one for its sequence, another for all."""

@@ -134,13 +134,13 @@ class WindowGroup(KVCacheGroup):
     def trim(self, seq: Sequence, num_blocks: int) -> None:
         table = self._tables[seq]
         while table.end > num_blocks:
-            self._let_go(table.blocks.pop())
+            self.pool.release(table.blocks.pop().pages)
         table.num_sent = min(table.num_sent, num_blocks)
 
     def free(self, seq: Sequence, distrusted: Seq[Node] | None) -> None:
         table = self._tables.pop(seq, None)
         while table is not None and table.blocks:
-            self._let_go(table.blocks.pop())
+            self.pool.release(table.blocks.pop().pages)
         for node in distrusted or ():
             block = self._cached.get(node.uid)
             if block is not None and self.pool.blocks[block.pages[0]].ref_count == 0:
@@ -195,12 +195,8 @@ class WindowGroup(KVCacheGroup):
         """Free the blocks that a token at `position`, or after it, does not read."""
         first = self.window.first_block(position, self.block_size)
         while table.start < first and table.blocks:
-            self._let_go(table.blocks.popleft())
+            self.pool.release(table.blocks.popleft().pages)
             table.start += 1
-
-    def _let_go(self, block: WindowBlock) -> None:
-        for page in block.pages:
-            self.pool.release(page)
 
     def _cache(self, block: WindowBlock, node: Node) -> None:
         """Cache a window block, unless one with the same contents is cached already."""
