@@ -58,7 +58,21 @@ class SpeculativeConfig:
     """Shortest n-gram to look up, in tokens."""
 
     def __post_init__(self) -> None:
-        self._check_model()
+        method = self.method
+        if method is None and self.model is None:
+            raise ConfigError(
+                f"method must be one of {', '.join(METHODS)}, or model must name a draft "
+                "network: both are missing"
+            )
+        if method in NETWORK_METHODS and self.model is None:
+            raise ConfigError(
+                f"method {method} needs a model: give the checkpoint of the draft network"
+            )
+        if method not in (None, *NETWORK_METHODS) and self.model is not None:
+            raise ConfigError(
+                f"method {method} has no model, got {shown(self.model)}: leave the model out, "
+                "or the method"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min must be at most prompt_lookup_max, got "
@@ -91,22 +105,3 @@ class SpeculativeConfig:
                 )
             return dataclasses.replace(self, method="eagle3")
         return dataclasses.replace(self, method=self.method or "draft_model")
-
-    def _check_model(self) -> None:
-        if self.method is None:
-            if self.model is None:
-                raise ConfigError(
-                    f"method must be one of {', '.join(METHODS)}, or model must name a draft "
-                    "network: both are missing"
-                )
-            return
-        needs_model = self.method in NETWORK_METHODS
-        if needs_model and self.model is None:
-            raise ConfigError(
-                f"method {self.method} needs a model: give the checkpoint of the draft network"
-            )
-        if self.model is not None and not needs_model:
-            raise ConfigError(
-                f"method {self.method} has no model, got {shown(self.model)}: leave the model out, "
-                "or the method"
-            )
