@@ -23,7 +23,7 @@ from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.files import is_gguf, local_path
 from nanovllm.loading.hub import Checkpoint, open_checkpoint, weight_files
 from nanovllm.loading.shards import model_shards
-from nanovllm.loading.tensor_files import TensorInfo, read_header
+from nanovllm.loading.tensor_files import TORCH_DTYPES, TensorInfo, read_header
 from nanovllm.models.config_fields import architecture_of, text_fields
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.mla_parts import LatentAttention
@@ -39,7 +39,6 @@ _BLOCK_SIZE = 16
 _ENDLESS = 2**30  # tokens of a text that is longer than every window
 _SCALE_BYTES = 2  # of the scale of a group of weights in int8 or int4
 _META = torch.device("meta")
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # others have one
 _PARTS = {
     "vision": ("visual", "vision", "multi_modal_projector"),
     "audio": ("audio",),
@@ -81,11 +80,18 @@ def report(model: str) -> dict[str, Any]:
     except UnsupportedModelError as error:
         return {**found, "supported": False, "error": str(error)}
     assert isinstance(network, DecoderForCausalLM)
+    form = "gguf" if is_gguf(checkpoint.path) else None
     return {
         **found,
         "supported": True,
         **supported(config.architecture, config.module)._asdict(),
-        **_sizes(config, checkpoint.path),
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": (config.quantization_config or {}).get("quant_method", form),
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "tied": config.tie_word_embeddings,
+        "positions": config.max_position,
         "stored": _stored_linears(network),
         "attention": _counted(_attention(network)),
         "states": _counted(map(_state, StateLayers(network).layers)),
@@ -102,19 +108,6 @@ def _local_files(checkpoint: Checkpoint, model: str) -> dict[Path, Any]:
     if not (is_gguf(path) or (local_path(model).is_dir() and [*path.glob("*.safetensors")])):
         return {}
     return {file: read_header(file) for file in weight_files(checkpoint, model)}
-
-
-def _sizes(config: ModelConfig, path: Path) -> dict[str, Any]:
-    form = "gguf" if is_gguf(path) else None
-    return {
-        "dtype": str(config.dtype).removeprefix("torch."),
-        "quantization": (config.quantization_config or {}).get("quant_method", form),
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "tied": config.tie_word_embeddings,
-        "positions": config.max_position,
-    }
 
 
 def _stored_linears(network: nn.Module) -> dict[str, int]:
@@ -249,12 +242,11 @@ def _stored_bytes(network: nn.Module, headers: dict[Path, dict[str, TensorInfo]]
     total = 0
     for name in names & known.keys():
         info = known[name]
-        shape = info.shape
-        item = _DTYPE_BYTES.get(info.dtype, 1)
-        if info.blocks_shape is not None:
-            shape = info.blocks_shape
-            item = 1
-        total += math.prod(shape) * item
+        if info.blocks_shape is not None:  # in bytes
+            total += math.prod(info.blocks_shape)
+        else:
+            dtype = TORCH_DTYPES.get(info.dtype, torch.uint8)
+            total += math.prod(info.shape) * dtype.itemsize
     return total
 
 
@@ -275,21 +267,20 @@ def _rounded_bytes(network: nn.Module, form: str) -> int | None:
     ]
     rounded = {matrix.weight for matrix in matrices}
     fp8 = {m.weight for m in matrices if m.quantized is not None and m.quantized.label == "FP8"}
+    bits = int(form.removeprefix("int"))
     total = 0
     stored = _in_few_bits(network)
     for parameter in network.parameters():
         if parameter in stored and parameter not in fp8:
             total += stored[parameter]
-            continue
-        if parameter not in rounded:
+        elif parameter not in rounded:
             total += parameter.nbytes
-            continue
-        try:
-            group = choose_group_size(form, parameter.shape[1])
-        except ConfigError:
-            return None
-        bits = int(form.removeprefix("int"))
-        total += parameter.numel() * bits // 8 + parameter.numel() // group * _SCALE_BYTES
+        else:
+            try:
+                group = choose_group_size(form, parameter.shape[1])
+            except ConfigError:
+                return None
+            total += parameter.numel() * bits // 8 + parameter.numel() // group * _SCALE_BYTES
     return total
 
 
