@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from nanovllm.errors import ConfigError, NanoVLLMError, PluginError, refuses_memory
@@ -166,8 +166,7 @@ def in_step(
     except PluginError:  # of another plugin, which this one called
         raise
     except (Exception, SystemExit) as error:
-        fault_of = f"{call} raised {type(error).__name__}: {error}"
-        raise PluginError.of(name, fault_of) from error
+        raise PluginError.of(name, f"{call} raised {type(error).__name__}: {error}") from error
 
 
 def in_worker(
@@ -179,13 +178,9 @@ def in_worker(
     try:
         return function(*args, **keywords)
     except (Exception, SystemExit) as error:
-        if refuses_memory(error):
+        if isinstance(error, PluginError) or refuses_memory(error):
             raise
-        return in_step(name, call, _raise, error)
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+        raise PluginError.of(name, f"{call} raised {type(error).__name__}: {error}") from error
 
 
 def guarded(plugin: T, seam: type, name: str, call: Callable[..., Any] = in_step) -> T:
