@@ -54,6 +54,7 @@ class TorchBackend(Backend):
     blocks_lie_apart: ClassVar[bool] = True
     sees_both_ways: ClassVar[bool] = True
     sees_pictures: ClassVar[bool] = True
+    _pads_singles: ClassVar[bool] = True  # whether rows of one token share calls
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -67,7 +68,7 @@ class TorchBackend(Backend):
         start = 0
         assert batch.lengths is not None, "graphs are not supported"
         for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
-            if query_len == 1:
+            if query_len == 1 and self._pads_singles:
                 singles.append((-(-seq_len // self.block_size), row, start))
             else:
                 plans.append(self._plan_chunk(batch, row, start, query_len, seq_len))
@@ -182,30 +183,27 @@ class TorchExplicitBackend(TorchBackend):
     """The torch backend for all causal specs. Scores and weights are float32."""
 
     sees_both_ways: ClassVar[bool] = False
+    _pads_singles: ClassVar[bool] = False
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         return NO_QUANTIZED_KV if spec.quantized_kv else None
 
-    def plan(self, batch: Batch) -> list[Chunk]:  # type: ignore[override]
-        chunks: list[Chunk] = []
-        start = 0
+    def _plan_chunk(
+        self, batch: Batch, row: int, start: int, query_len: int, seq_len: int
+    ) -> Chunk:
         device = batch.block_tables.device
+        position = seq_len - query_len
+        window = self.spec.window or seq_len
+        first = max(0, position - window + 1) // self.block_size
+        last = -(-seq_len // self.block_size)
+        keys = torch.arange(first * self.block_size, seq_len, device=device)
+        queries = torch.arange(position, seq_len, device=device)[:, None]
         ends = self._ends(batch)
-        assert batch.lengths is not None, "graphs are not supported"
-        for row, (query_len, seq_len) in enumerate(zip(*batch.lengths, strict=True)):
-            position = seq_len - query_len
-            window = self.spec.window or seq_len
-            first = max(0, position - window + 1) // self.block_size
-            last = -(-seq_len // self.block_size)
-            keys = torch.arange(first * self.block_size, seq_len, device=device)
-            queries = torch.arange(position, seq_len, device=device)[:, None]
-            seen = queries if ends is None else ends[start : start + query_len, None] - 1
-            mask = (keys <= seen) & (keys > queries - window)
-            blocks = batch.block_tables[row, first:last].long()
-            chunks.append(Chunk(start, start + query_len, blocks, len(keys), mask))
-            start += query_len
-        return chunks
+        seen = queries if ends is None else ends[start : start + query_len, None] - 1
+        mask = (keys <= seen) & (keys > queries - window)
+        blocks = batch.block_tables[row, first:last].long()
+        return Chunk(start, start + query_len, blocks, len(keys), mask)
 
     def _chunk(
         self, q: torch.Tensor, kv_cache: torch.Tensor, plan: Chunk, sinks: torch.Tensor | None
