@@ -88,7 +88,7 @@ class StepOutput:
             forced: list[int] | None = None
             if row.samples:
                 last = first + row.num_draft_tokens
-                tokens, finish_info = _accepted(sampled, drafts, self.finish_infos, first, last)
+                tokens, finish_info = self._accepted(sampled, drafts, first, last)
                 if finish_info is None and row.seq_id in self.forcing:
                     forced = self.forcing[row.seq_id].jump_forward(tokens)
                 first = last + 1
@@ -98,6 +98,27 @@ class StepOutput:
             if found != RowDetails():
                 details[row.seq_id] = found
         return token_ids, details
+
+    def _accepted(
+        self, sampled: list[int], drafts: list[int], first: int, last: int
+    ) -> tuple[list[int], FinishInfo | None]:
+        """Return the tokens of a row with samples `first` to `last`, and why it has none.
+
+        A draft is accepted if it equals the token sampled at its position. The first token that
+        differs, or the one after the last draft, ends the row. A failed sample after accepted
+        drafts ends the row too; the next step meets it again, as the first sample.
+        """
+        tokens: list[int] = []
+        for sample in range(first, last + 1):
+            token = sampled[sample]
+            finish_info = self.finish_infos.get(sample, _FINISH_INFOS.get(token))
+            if finish_info is not None:
+                invalid = token == NO_TOKEN
+                return tokens, None if tokens else finish_info._replace(kv_invalid=invalid)
+            tokens.append(token)
+            if sample < last and drafts[sample] != token:
+                break
+        return tokens, None
 
 
 class PendingResult:
@@ -168,28 +189,3 @@ class PendingResult:
         """Read the tokens now, if a later step may overwrite them."""
         if self._output.on_host:
             self.result()
-
-
-def _accepted(
-    sampled: list[int],
-    drafts: list[int],
-    finish_infos: dict[int, FinishInfo],
-    first: int,
-    last: int,
-) -> tuple[list[int], FinishInfo | None]:
-    """Return the tokens of a row with samples `first` to `last`, and why it has none.
-
-    A draft is accepted if it equals the token sampled at its position. The first token that
-    differs, or the one after the last draft, ends the row. A failed sample after accepted drafts
-    ends the row too; the next step meets it again, as the first sample.
-    """
-    tokens: list[int] = []
-    for sample in range(first, last + 1):
-        token = sampled[sample]
-        finish_info = finish_infos.get(sample, _FINISH_INFOS.get(token))
-        if finish_info is not None:
-            return tokens, None if tokens else finish_info._replace(kv_invalid=token == NO_TOKEN)
-        tokens.append(token)
-        if sample < last and drafts[sample] != token:
-            break
-    return tokens, None
