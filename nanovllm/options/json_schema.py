@@ -80,14 +80,7 @@ def grammar_schema(schema: Any) -> Any:
     Raises:
         RecursionError: it is nested too deeply.
     """
-    shared: set[_Place] = set()  # schemas that speak of a value together with others
-    aliases: dict[_Place, list[_Place]] = {}  # by schema: what speaks of the same value
-    _find_shared(schema, (), (), False, shared, aliases)
-    unread = list(shared)
-    while unread:
-        new = set(aliases.get(unread.pop(), ())) - shared
-        shared |= new
-        unread += new
+    shared = _shared_places(schema)
     copied = json.loads(json.dumps(schema))
     _convert(copied, (), shared)
     return copied
@@ -114,42 +107,43 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, _Place, Any]]:
             yield key, (key,), value
 
 
-def _find_shared(
-    schema: Any,
-    place: _Place,
-    owner: _Place,
-    is_shared: bool,
-    shared: set[_Place],
-    aliases: dict[_Place, list[_Place]],
-) -> None:
-    """Note the schemas that speak of a value together with others.
+def _shared_places(schema: Any) -> set[_Place]:
+    """Return the schemas in a schema that speak of a value together with others."""
+    shared: set[_Place] = set()
+    aliases: dict[_Place, list[_Place]] = {}  # by schema: what speaks of the same value
 
-    Args:
-        owner: the outermost schema that speaks of the same value.
-        is_shared: whether others describe the value besides those between `owner` and this one.
-    """
-    if not isinstance(schema, dict):
-        return
-    if is_shared:
-        shared.add(place)
-    else:
-        aliases.setdefault(owner, []).append(place)
-    others = schema.keys() & _OTHERS
-    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
-        target = tuple(
-            unquote(key).replace("~1", "/").replace("~0", "~") for key in ref[1:].split("/")[1:]
-        )
-        if is_shared or len(others) > 1:
-            shared.add(target)
+    def note(place: _Place, owner: _Place, is_shared: bool) -> None:
+        if is_shared:
+            shared.add(place)
         else:
-            aliases.setdefault(owner, []).append(target)
-    for key, inner, part in _parts(schema):
-        if key not in _IN_PLACE:
-            _find_shared(part, place + inner, place + inner, False, shared, aliases)
-        else:
-            alone = key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1)
-            together = is_shared or not alone or len(others) > 1
-            _find_shared(part, place + inner, owner, together, shared, aliases)
+            aliases.setdefault(owner, []).append(place)
+
+    def visit(schema: Any, place: _Place, owner: _Place, is_shared: bool) -> None:
+        """Note what is in a schema. `owner` is the outermost one that speaks of the same value, and
+        `is_shared` says whether others describe it besides those between `owner` and this one.
+        """
+        if not isinstance(schema, dict):
+            return
+        note(place, owner, is_shared)
+        others = schema.keys() & _OTHERS
+        if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+            keys = (unquote(key) for key in ref[1:].split("/")[1:])
+            target = tuple(key.replace("~1", "/").replace("~0", "~") for key in keys)
+            note(target, owner, is_shared or len(others) > 1)
+        for key, inner, part in _parts(schema):
+            if key not in _IN_PLACE:
+                visit(part, place + inner, place + inner, False)
+            else:
+                alone = key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1)
+                visit(part, place + inner, owner, is_shared or not alone or len(others) > 1)
+
+    visit(schema, (), (), False)
+    unread = list(shared)
+    while unread:
+        new = set(aliases.get(unread.pop(), ())) - shared
+        shared |= new
+        unread += new
+    return shared
 
 
 def _convert(schema: Any, place: _Place, shared: set[_Place]) -> None:
