@@ -145,22 +145,18 @@ def _find_networks(
         raise type(error)(
             f"{place}: {error}; each node of a rank needs the model at the same path, or a hub id"
         ) from error
-    for mine, theirs in zip(networks, found, strict=False):
-        if mine is None:
-            continue
+    for mine, theirs in zip(filter(None, networks), found, strict=False):
         if mine.model_config != theirs.network.model_config:
             raise CheckpointError(
                 f"{place}: {mine.config.model} has another config.json than here; give all nodes "
                 "the same"
             )
-        digests = found_files(mine).digests
-        names = sorted(digests.keys() | theirs.digests.keys())
-        for name in names:
-            if digests.get(name) != theirs.digests.get(name):
-                raise CheckpointError(
-                    f"{place}: {name} of {mine.config.model} is another file than here; give all "
-                    "nodes the same"
-                )
+        if differing := found_files(mine).digests.items() ^ theirs.digests.items():
+            name, _ = min(differing)
+            raise CheckpointError(
+                f"{place}: {name} of {mine.config.model} is another file than here; give all nodes "
+                "the same"
+            )
     return networks
 
 
