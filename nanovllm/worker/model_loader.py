@@ -89,20 +89,17 @@ def check_weights(model_config: ModelConfig, files: list[Path]) -> ModelConfig:
     header_of = dict(zip(files, headers, strict=True))
     meta = torch.device("meta")
     model = make_modules(model_config, 1, meta, known)
-    if model_config.tie_word_embeddings and _has_own_head(model, header_of):
-        model_config = dataclasses.replace(model_config, tie_word_embeddings=False)
-        model = make_modules(model_config, 1, meta, known)
-    elif (
-        not model_config.tie_word_embeddings
-        and "embed_tokens.weight" in known
-        and "lm_head.weight" not in known
-    ):  # as embedding models are saved
+    is_tied = model_config.tie_word_embeddings
+    is_headless = "embed_tokens.weight" in known and "lm_head.weight" not in known
+    if is_headless and not is_tied:  # as embedding models are saved
         logger.warning(
             "%s: there is no language-model head: the model makes vectors, and what it generates "
             "means nothing",
             files[0].parent,
         )
-        model_config = dataclasses.replace(model_config, tie_word_embeddings=True)
+    is_wrong = _has_own_head(model, header_of) if is_tied else is_headless
+    if is_wrong:
+        model_config = dataclasses.replace(model_config, tie_word_embeddings=not is_tied)
         model = make_modules(model_config, 1, meta, known)
     ignored: frozenset[str] = model.ignored_weights  # type: ignore[assignment]
     check_tensors(model, header_of, ignored)
