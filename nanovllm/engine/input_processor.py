@@ -6,6 +6,7 @@ Owns the tokenizer.
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -327,8 +328,14 @@ class InputProcessor:
                 raise InvalidRequestError(
                     "truncate_prompt_tokens would cut pictures: leave it out, or shorten the text"
                 )
+        elif prompt.token_ids is not None:
+            read = PromptTokens(list(prompt.token_ids))
         else:
-            read = PromptTokens(list(self._tokenize(prompt, kept)))
+            assert prompt.text is not None
+            encode = partial(self.encode, rendered=prompt.rendered)
+            if kept is None:
+                self.limit.check_length(prompt.text, encode)
+            read = PromptTokens(encode(prompt.text))
         token_ids = self.limit.checked_tokens(read.token_ids, kept)
         if params.prompt_logprob_start >= len(token_ids):
             raise InvalidRequestError(
@@ -336,20 +343,6 @@ class InputProcessor:
                 f"has {len(token_ids)} tokens: it must be below that"
             )
         return read._replace(token_ids=token_ids)
-
-    def _tokenize(self, prompt: Prompt, kept: int | None) -> Seq[int]:
-        """Return the token ids of a prompt, of which `kept` are kept; None: all."""
-        token_ids = prompt.token_ids
-        if token_ids is None:
-            assert prompt.text is not None
-
-            def encode(text: str) -> list[int]:
-                return self.encode(text, rendered=prompt.rendered)
-
-            if kept is None:
-                self.limit.check_length(prompt.text, encode)
-            token_ids = encode(prompt.text)
-        return token_ids
 
     def _encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid for `words`, each as it stands and after a space:
