@@ -42,14 +42,11 @@ def page_layout(sizes: Seq[int], windows: Seq[int | None], least_bytes: int = 0)
     separate pages, as many as they need. If no layer has full attention, all share one page.
     """
     sizes = [aligned(size) for size in sizes]
-    full = [index for index, window in enumerate(windows) if window is None]
-    groups: dict[int | None, list[int]] = {None: full}
-    if not full:
+    groups: dict[int | None, list[int]] = {None: []}
+    for index, window in enumerate(windows):
+        groups.setdefault(window, []).append(index)
+    if not groups[None]:
         groups = {None: list(range(len(sizes)))}
-    else:
-        for index, window in enumerate(windows):
-            if window is not None:
-                groups.setdefault(window, []).append(index)
     page_bytes = sum(sizes[index] for index in groups[None])
     page_bytes = max([page_bytes, least_bytes, *sizes])
     places = {}
