@@ -251,9 +251,7 @@ def num_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    for limit in _cpu_limits():
-        cores = min(cores, math.ceil(limit))
-    return max(1, cores)
+    return max(1, min([cores, *map(math.ceil, _cpu_limits())]))
 
 
 def _cpu_limits() -> Iterator[float]:
