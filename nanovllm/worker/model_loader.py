@@ -319,12 +319,8 @@ def _packable(
     for weight, matrices in sharing.items():
         prefix, matrix = next(iter(matrices.items()))
         if matrix.quantized is None and kernels.can_pack_rows(weight):
-            first_rows = [
-                shard.target.storage_offset() // weight.shape[1]
-                for shard in matrix.shards(prefix)
-                if shard.target.ndim == 2
-            ]
-            if all(row % PANEL == 0 for row in first_rows):
+            targets = [shard.target for shard in matrix.shards(prefix) if shard.target.ndim == 2]
+            if all(x.storage_offset() // weight.shape[1] % PANEL == 0 for x in targets):
                 found.add(weight)
     return found
 
