@@ -50,12 +50,7 @@ class Batch:
     metadata: Any = None  # what the backend's `plan` returned for this batch
     # Called in place of the backend's `attend`: takes that, q, the layer's KV cache and a tensor
     # for the result. None: the backend attends.
-    attend: (
-        Callable[
-            [Callable[..., torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-        ]
-        | None
-    ) = None
+    attend: Callable[..., torch.Tensor] | None = None
     state: "StateRows | None" = None  # for layers with state; None: the model has none
     # The same tokens for layers with another block table or plan than this one's.
     others: tuple["Batch", ...] = ()
