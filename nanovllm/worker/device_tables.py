@@ -82,7 +82,7 @@ class DeviceTables:
         new blocks only in block tables after its first, which models with windows have.
         """
         if self.state_table is not None:
-            self.state_table.begin(schedule)
+            self.state_table.replays.begin(schedule)
         if not (schedule.admissions or schedule.new_tokens or schedule.new_blocks):
             return
         cells = array("q")

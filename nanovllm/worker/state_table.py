@@ -114,10 +114,6 @@ class StateTable:
         last = torch.arange(end - info.kv.state_pages, end, device=pages.device)
         pages.copy_(last.clamp(min=0).int().expand_as(pages))
 
-    def begin(self, schedule: Schedule) -> None:
-        """Note what a step computes. Called before each step."""
-        self.replays.begin(schedule)
-
     def rows(
         self,
         rows: Seq[Row],
