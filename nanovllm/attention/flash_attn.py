@@ -30,7 +30,13 @@ class FlashAttnBackend(PagedBackend):
 
         self._varlen = flash_attn_varlen_func
         self._with_kvcache = flash_attn_with_kvcache
-        self._options = _options(spec)
+        # The kernel reads no block, and no entry of its table, that lies wholly before the window.
+        window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
+        self._options: dict[str, Any] = {
+            "softmax_scale": spec.scale,
+            "window_size": window,
+            "softcap": spec.softcap,
+        }
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -104,16 +110,3 @@ class FlashAttnBackend(PagedBackend):
                 **self._options,
             )
         return found if out is None else out.copy_(found)
-
-
-def _options(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that differ from both functions' defaults."""
-    options: dict[str, Any] = {}
-    if spec.scale is not None:
-        options["softmax_scale"] = spec.scale
-    if spec.window is not None:
-        # The kernel reads no block, and no entry of its table, that lies wholly before the window.
-        options["window_size"] = (spec.window - 1, 0)
-    if spec.softcap:
-        options["softcap"] = spec.softcap
-    return options
