@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.core.messages import (
     MAX_SAMPLES,
-    AdapterSlot,
     FinishInfo,
     PageCopy,
     Row,
@@ -209,10 +208,7 @@ class FakeWorker:
         """Copy whole pages. A broken step writes garbage instead."""
         assert not {*copy.sources} & {*copy.targets}
         for source, target in zip(copy.sources, copy.targets, strict=True):
-            self.states[target] = UNWRITTEN if self.is_broken else self.states[source]
-            for offset in range(self.block_size):
-                self.kv[target, offset] = UNWRITTEN
-                self.writers[target, offset] = UNWRITTEN
+            self._set_state(target, UNWRITTEN if self.is_broken else self.states[source])
 
     def _placed(self, row: Row) -> Row:
         """Move a row back by the drafts that were rejected since its step was scheduled."""
@@ -245,10 +241,7 @@ class FakeWorker:
                 right = self.value(hashes[position], table)
                 assert written == right, f"{row} reads another prefix at {position}"
             for position in range(row.num_computed_tokens, end):
-                place = self.location(row, position, table)
-                self.kv[place] = self.value(hashes[position], table)
-                self.writers[place] = row.seq_id
-                self.states[place[0]] = UNWRITTEN
+                self._set_kv(row, position, table, self.value(hashes[position], table))
             for position in range(end, -(-end // self.block_size) * self.block_size):
                 writer = self.writers.get(self.location(row, position, table), row.seq_id)
                 assert writer == row.seq_id, f"{row} reads masked KV of sequence {writer}"
@@ -269,6 +262,13 @@ class FakeWorker:
                 result.details[row.seq_id] = RowDetails(len(drafts), finish_info, forced)
         result.token_ids.append(accepted)
 
+    def _set_kv(self, row: Row, position: int, table: int, value: int) -> None:
+        """Write what stands for a position's KV, over the state that may be in the page."""
+        place = self.location(row, position, table)
+        self.kv[place] = value
+        self.writers[place] = row.seq_id
+        self.states[place[0]] = UNWRITTEN
+
     def _compute_state(self, row: Row, hashes: list[int]) -> None:
         """Read the state, go on from it with all that is certain, and write it.
 
@@ -285,10 +285,14 @@ class FakeWorker:
     def _write_state(self, row: Row, values: list[int]) -> None:
         self.state_positions[row.table_idx] = row.sample_position
         for page, value in zip(self.state_pages(row), values, strict=True):
-            self.states[page] = value
-            for offset in range(self.block_size):
-                self.kv[page, offset] = UNWRITTEN
-                self.writers[page, offset] = UNWRITTEN
+            self._set_state(page, value)
+
+    def _set_state(self, page: int, value: int) -> None:
+        """Write what stands for a state to a page, over the KV that may be there."""
+        self.states[page] = value
+        for offset in range(self.block_size):
+            self.kv[page, offset] = UNWRITTEN
+            self.writers[page, offset] = UNWRITTEN
 
     def _accepted(
         self, row: Row, drafts: list[int], sampled: list[int]
@@ -302,9 +306,7 @@ class FakeWorker:
     def _write_garbage(self, row: Row) -> None:
         for table in range(len(self.windows)):
             for position in range(row.num_computed_tokens, row.end):
-                self.kv[self.location(row, position, table)] = UNWRITTEN
-                self.writers[self.location(row, position, table)] = row.seq_id
-                self.states[self.location(row, position, table)[0]] = UNWRITTEN
+                self._set_kv(row, position, table, UNWRITTEN)
         self._write_state(row, [UNWRITTEN] * len(self.state_pages(row)))
         self._store(self.token_ids[row.table_idx], row.end, [UNWRITTEN])
         self.last_positions[row.table_idx] = row.sample_position
@@ -380,10 +382,6 @@ class FakeEngine:
         self._watch_policy()
         self.has_default_policy = make_policy is None
         self.is_fifo = self.is_fifo and self.has_default_policy
-        self._begin()
-
-    def _begin(self) -> None:
-        """Make what the engine notes of its steps."""
         self.loop = StepLoop(self.scheduler, self._execute, self.queue_depth)
         self.in_flight = self.loop.in_flight
         self.launched: list[tuple[Schedule, Schedule]] = []  # each with a copy made at launch
@@ -392,7 +390,6 @@ class FakeEngine:
         self.admitted: list[int] = []  # ids, in order of first admission
         self.preempted: list[int] = []  # ids, in order of preemption
         self.num_drafts_accepted = 0
-        self.num_followers = 0  # rows behind drafts in flight
 
     def make_worker(self, *args: Any) -> FakeWorker:
         return FakeWorker(*args)
@@ -404,10 +401,7 @@ class FakeEngine:
         ]
         self.states = None
         if self.state_pages:
-            self.states = StateGroup(
-                self.state_pages,
-                snapshot_interval=snapshot_interval,
-            )
+            self.states = StateGroup(self.state_pages, snapshot_interval=snapshot_interval)
         return [*self.window_groups, *([self.states] if self.states else [])]
 
     def _drafting(
@@ -446,15 +440,16 @@ class FakeEngine:
         max_tokens: int = 4,
         *,
         ignore_eos: bool = False,
-        priority: int = 0,
-        user: str = "",
-        cache_salt: str | None = None,
         forces: bool = False,
         prompt_logprobs: int | None = None,
         prompt_logprob_start: int = 0,
-        adapter: AdapterSlot | None = None,
+        **options: Any,
     ) -> Sequence:
-        max_model_len = self.scheduler.max_model_len
+        """Queue a sequence with these `SamplingParams` and `options`, those of `Sequence`.
+
+        Args:
+            forces: whether a grammar forces tokens.
+        """
         grammar = {"regex": "the fake worker does not read it"} if forces else None
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -464,19 +459,10 @@ class FakeEngine:
             prompt_logprob_start=prompt_logprob_start,
         )
         seq_id = len(self.sequences)
-        seq = Sequence(
-            seq_id,
-            prompt,
-            params,
-            seed=100 + seq_id,
-            priority=priority,
-            user=user,
-            cache_salt=cache_salt,
-            adapter=adapter,
-        )
+        seq = Sequence(seq_id, prompt, params, seed=100 + seq_id, **options)
         self.sequences.append(seq)
         tokens = chain(prompt, continuation(prompt, self.start_of(seq.root_uid)))
-        self.contexts.append(list(islice(tokens, max_model_len)))
+        self.contexts.append(list(islice(tokens, self.scheduler.max_model_len)))
         self.scheduler.add(seq)
         return seq
 
@@ -497,7 +483,6 @@ class FakeEngine:
             self.scheduler.abandon(schedule)
             return schedule
         self.loop.launch(schedule)
-        self.num_followers += sum(row.num_unverified_tokens > 0 for row in schedule.rows)
         return schedule
 
     def _execute(self, schedule: Schedule) -> StepResult | None:
@@ -731,22 +716,17 @@ class FakeEngine:
         known = self.worker.token_ids[row.table_idx][: row.sample_position]
         expected = self.contexts[row.seq_id][: row.sample_position]
         assert known == expected, "the table row holds other tokens"
-        for position in range(row.num_computed_tokens, row.end):
-            block_id, _ = self.worker.location(row, position)
-            assert block_id == seq.kv.block_table[position // self.manager.block_size]
-            block = self.manager.blocks[block_id]
-            assert block.ref_count == 1, "a shared block is written"
-            assert block.entry is None, "a published block is written"
-            for table in range(1, num_tables(self.windows)):
-                page, _ = self.worker.location(row, position, table)
-                block = self.manager.blocks[page]
-                assert block.ref_count == 1, "a free page is written"
-                assert block.entry is None, "a published block is written"
+        written = self.worker.state_pages(row)
         if self.states is not None:
-            pages = self.worker.state_pages(row)
-            assert pages == self.states._states[seq].pages
-            assert all(self.manager.blocks[page].ref_count == 1 for page in pages)
-            assert all(self.manager.blocks[page].entry is None for page in pages)
+            assert written == self.states._states[seq].pages
+        tables = range(num_tables(self.windows))
+        for position in range(row.num_computed_tokens, row.end):
+            pages = [self.worker.location(row, position, table)[0] for table in tables]
+            assert pages[0] == seq.kv.block_table[position // self.manager.block_size]
+            written += pages
+        for block in map(self.manager.blocks.__getitem__, written):
+            assert block.ref_count == 1, "a page is written that is free or shared"
+            assert block.entry is None, "a published block is written"
 
     def _check_snapshots(self, group: StateGroup) -> None:
         """Check that each cached snapshot that has its copy holds the state after its prefix."""

@@ -61,43 +61,40 @@ def make_controller(seed: int) -> DraftController:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts, failures and steps; the KV pool is often too small."""
+    """Random arrivals, aborts, failures and steps; the KV pool is often too small.
 
-    with_drafts = False
+    A subclass says by `initialize` with which options `start` is called.
+    """
+
     users = USERS[:1]  # these take turns
     salts: tuple[str | None, ...] = (None,)
     engine_class: type[FakeEngine] = FakeEngine
 
-    @initialize(
-        max_model_len=st.integers(2, 24),
-        block_size=st.integers(1, 5),
-        num_spare_blocks=st.integers(0, 6),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(1, 30),
-        eos_token_ids=st.sampled_from([(), (3,), (3, 4)]),
-        prefix_caching=st.sampled_from([True, True, False]),
-        queue_depth=st.sampled_from([0, 1, 1, 2, 4]),
-        seed=st.integers(0, 2**32),
-        follows_drafts=st.booleans(),
-    )
     def start(
         self,
         max_model_len: int,
         block_size: int,
         num_spare_blocks: int,
+        max_num_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
-        queue_depth: int,
         seed: int,
+        layers: dict[str, Any] = LAYERS[0],
+        with_drafts: bool = False,
+        follows_drafts: bool = False,
         **options: Any,
     ) -> None:
+        windows, state_pages = tuple(layers.get("windows", ())), layers.get("state_pages", 0)
+        num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
         self.engine = self.engine_class(
-            num_blocks=-(-max_model_len // block_size) + num_spare_blocks,
+            num_blocks=num_pages + state_pages + num_spare_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=frozenset(eos_token_ids),
-            queue_depth=queue_depth,
-            propose=random_guesses(seed) if self.with_drafts else None,
-            controller=make_controller(seed) if self.with_drafts else None,
+            propose=random_guesses(seed) if with_drafts else None,
+            controller=make_controller(seed) if with_drafts else None,
+            follows_drafts=follows_drafts and not state_pages,
+            **{**layers, "windows": windows},
             **options,
         )
 
@@ -223,32 +220,8 @@ class PluginMachine(SchedulerMachine):
         seed=st.integers(0, 2**32),
         with_drafts=st.booleans(),
     )
-    def start(
-        self,
-        max_model_len: int,
-        block_size: int,
-        layers: dict[str, Any],
-        num_spare_blocks: int,
-        max_num_batched_tokens: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int,
-        with_drafts: bool,
-        **options: Any,
-    ) -> None:
-        windows, state_pages = layers.get("windows", ()), layers.get("state_pages", 0)
-        num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
-        self.engine = FakeEngine(
-            num_blocks=num_pages + state_pages + num_spare_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            eos_token_ids=frozenset(eos_token_ids),
-            propose=random_guesses(seed) if with_drafts else None,
-            controller=make_controller(seed) if with_drafts else None,
-            **layers,
-            **self.plugin,
-            **options,
-        )
+    def start(self, **options: Any) -> None:
+        super().start(**options, **self.plugin)
         self.engine.is_strict = False  # that is of the default policy
 
 

@@ -22,7 +22,6 @@ class AdaptersMachine(HitsMachine):
     """Adapters, users, salts and drafts."""
 
     engine: AdapterEngine
-    with_drafts = True
 
     @initialize(
         max_model_len=st.integers(2, 24),
@@ -39,7 +38,7 @@ class AdaptersMachine(HitsMachine):
     )
     def start(self, max_loras: int, num_adapters: int, **options: Any) -> None:  # type: ignore[override]
         self.engine_class = partial(AdapterEngine, max_loras=max_loras, num_adapters=num_adapters)  # type: ignore[assignment]
-        super().start(**options)
+        super().start(with_drafts=True, **options)
 
     @invariant()
     def check_slots(self) -> None:

@@ -7,14 +7,12 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule
 
-from nanovllm.core.worker_info import WindowSpec, pages_for
-from nanovllm.testing.fake_engine import FakeEngine, random_guesses
+from nanovllm.core.worker_info import WindowSpec
 from nanovllm.testing.random_runs import (
     INDEX,
     PROMPT,
     USERS,
     SchedulerMachine,
-    make_controller,
     steady_clock,
 )
 from tests.every_case import examples
@@ -78,33 +76,8 @@ class LayersMachine(HitsMachine):
         with_drafts=st.booleans(),
         follows_drafts=st.booleans(),
     )
-    def start(  # type: ignore[override]
-        self,
-        max_model_len: int,
-        block_size: int,
-        layers: dict[str, Any],
-        num_spare_blocks: int,
-        max_num_batched_tokens: int,
-        eos_token_ids: tuple[int, ...],
-        seed: int,
-        with_drafts: bool,
-        follows_drafts: bool,
-        **options: Any,
-    ) -> None:
-        windows, state_pages = tuple(layers.get("windows", ())), layers.get("state_pages", 0)
-        num_pages = pages_for(max_model_len, block_size, windows, max_num_batched_tokens)
-        self.engine = FakeEngine(
-            num_blocks=num_pages + state_pages + num_spare_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            eos_token_ids=frozenset(eos_token_ids),
-            propose=random_guesses(seed) if with_drafts else None,
-            controller=make_controller(seed) if with_drafts else None,
-            follows_drafts=follows_drafts and not state_pages,
-            **{**layers, "windows": windows},
-            **options,
-        )
+    def start(self, **options: Any) -> None:  # type: ignore[override]
+        super().start(**options)
 
 
 LayersMachine.TestCase.settings = settings(
