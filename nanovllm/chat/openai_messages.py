@@ -165,15 +165,14 @@ def _text(name: str, given: Any, reads: str) -> str:
     """Return the text of a content part. `reads` is what the model reads."""
     if isinstance(given, str):
         return given
-    part = given if isinstance(given, Mapping) or not is_message(given) else given.model_dump()
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = given.get("type") if isinstance(given, Mapping) else None
     if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
         raise InvalidRequestError(
             f"{name} has a content part of type {shown(kind)}, but the model reads {reads}: "
             f'give {{"type": "text", "text": ...}}, got {shown(given)}'
         )
     key = _TEXT_OF_PART[kind]
-    text = part.get(key)
+    text = given.get(key)
     if not isinstance(text, str):
         raise InvalidRequestError(
             f'{name}: the "{key}" of a content part must be a string, got {shown(given)}'

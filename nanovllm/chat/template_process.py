@@ -24,11 +24,11 @@ MAX_CHARS = 2**24  # length of the rendered text
 
 
 class TemplateError(Exception):
-    """A template is invalid, raised an error, or reached a limit."""
+    """A template is invalid, raised an error, or reached a limit, which ended its process."""
 
 
-class TemplateLimitError(TemplateError):
-    """A template reached a limit, which ended its process."""
+class TemplateRefusalError(TemplateError):
+    """A template is invalid or raised an error: it may take another form of the conversation."""
 
 
 class TemplateProcess:
@@ -46,8 +46,9 @@ class TemplateProcess:
         """Return the text that a template makes of variables, which hold JSON values.
 
         Raises:
-            TemplateError: the template is invalid, raised an error, or reached a limit; or this
-                process was forked from the one that made this object.
+            TemplateRefusalError: the template is invalid, or raised an error.
+            TemplateError: it reached a limit; or this process was forked from the one that made
+                this object.
             TypeError, ValueError, RecursionError: the variables are not JSON values.
         """
         from nanovllm.utils.limited_process import LimitError
@@ -56,11 +57,9 @@ class TemplateProcess:
         try:
             reply = json.loads(self._process.ask(request).decode("utf-8", "surrogatepass"))
         except LimitError as error:
-            if self._process.is_forked:
-                raise TemplateError(f"{error}") from error
-            raise TemplateLimitError(f"{error}") from error
+            raise TemplateError(f"{error}") from error
         if "error" in reply:
-            raise TemplateError(reply["error"])
+            raise TemplateRefusalError(reply["error"])
         text: str = reply["text"]
         return text
 

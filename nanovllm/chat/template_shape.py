@@ -5,14 +5,15 @@ distillates calls without tools.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from nanovllm.chat.template_process import TemplateError, TemplateLimitError
+from nanovllm.chat.template_process import TemplateRefusalError
 
 Render = Callable[[dict[str, Any]], str]
-"""Returns the text that a template makes of variables; raises TemplateError."""
+"""Returns the text that a template makes of variables; raises TemplateRefusalError."""
 
 ToolsPlace = Literal["tools", "xml_tools", "system.tools", "system.functions"]
 """Where a template reads tools: in a variable, or as JSON text in a key of the system message."""
@@ -32,8 +33,6 @@ _FUNCTION = {
 }
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _USER = {"role": "user", "content": "Hello"}
-_CALLS_IN = [("", False), ("", True), (None, False), (None, True)]
-"""Content next to calls, and whether arguments are a text, in the order in which they are tried."""
 NAMED_ID = "functions.{name}:{number}"
 """The id of a call in templates that write it in place of the name; Kimi's do."""
 _RESULT_ROLES = ("tool", "tool_response", "tool_results", "observation", "environment")
@@ -66,7 +65,7 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
     `has_tools` is whether the conversation has tools: some templates show calls only then.
 
     Raises:
-        TemplateLimitError: the template takes too much time or memory.
+        TemplateError: the template takes too much time or memory.
     """
     knows = "tool" in template or "function" in template
     places = _PLACES if has_tools and knows else ()
@@ -74,14 +73,15 @@ def find_shape(render: Render, template: str, *, has_tools: bool) -> TemplateSha
     if not knows or (has_tools and place is None):
         return TemplateShape(None, False, "", False, None, *_manners(render))
     found = []
-    for role in _RESULT_ROLES:
-        if role == "tool" or role in template:
-            for content, as_text in _CALLS_IN:
-                for ids_are_named in (False, True):
-                    shape = _with_calls(render, place, content, as_text, role, ids_are_named)
-                    if shape.shows_calls and shape.result_role is not None:
-                        return shape
-                    found.append(shape)
+    roles = [role for role in _RESULT_ROLES if role == "tool" or role in template]
+    # Content next to calls, whether arguments are a text, and whether ids are named.
+    for role, content, as_text, ids_are_named in itertools.product(
+        roles, ("", None), (False, True), (False, True)
+    ):
+        shape = _with_calls(render, place, content, as_text, role, ids_are_named)
+        if shape.shows_calls and shape.result_role is not None:
+            return shape
+        found.append(shape)
     best = max(found, key=lambda shape: (shape.shows_calls, shape.result_role is not None))
     takes_system, wants_turns = _manners(render)
     return best._replace(takes_system=takes_system, wants_turns=wants_turns)
@@ -157,9 +157,7 @@ def _text(render: Render, messages: list[dict[str, Any]], place: ToolsPlace | No
         messages, variables = place_tools(messages, _TOOLS, place)
     try:
         return render({**variables, "messages": messages})
-    except TemplateLimitError:
-        raise
-    except TemplateError:
+    except TemplateRefusalError:
         return ""
 
 

@@ -3,13 +3,14 @@
 Where a template refuses a conversation or leaves some of it out, other forms of it are tried.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import Any
 
 from nanovllm.chat.openai_messages import fields_of, is_message, listed, prepared
 from nanovllm.chat.pictures import Locate, Rendered, Show, anywhere, forms, hide, with_pictures
-from nanovllm.chat.template_process import TemplateError, TemplateLimitError, TemplateProcess
+from nanovllm.chat.template_process import TemplateError, TemplateProcess, TemplateRefusalError
 from nanovllm.chat.template_shape import TemplateShape, find_shape
 from nanovllm.chat.tool_messages import (
     completed,
@@ -150,7 +151,7 @@ class ChatTemplates:
                 "this checkpoint has no chat template, so it may not know conversations: give "
                 "chat_template (--chat-template), or continue texts: generate, /v1/completions"
             )
-        try:
+        with _template_errors():
             template: Any = tokenizer.get_chat_template(chat_template, tools=variables["tools"])
             if not isinstance(template, str):
                 raise TemplateError(f"a template is a string, got {shown(template)}")
@@ -158,8 +159,6 @@ class ChatTemplates:
                 found = self._with_pictures(template, conversation, variables, shown_pictures)
             else:
                 found = Rendered(self._told(template, conversation, variables))
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
         return found._replace(text=_before_mark(found.text)) if continues else found
 
     def as_they_are(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
@@ -170,11 +169,9 @@ class ChatTemplates:
         """
         assert self._tokenizer is not None
         variables = {"add_generation_prompt": False, "tools": None, "documents": None, **options}
-        try:
+        with _template_errors():
             template = self._tokenizer.get_chat_template()
             return self._render(template, {**variables, "messages": list(messages)})
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
 
     def _with_pictures(
         self,
@@ -192,9 +189,7 @@ class ChatTemplates:
         for form, show in forms(hide(conversation, self._marker), self._placeholder):
             try:
                 text = self._told(template, form, hidden, show)
-            except TemplateLimitError:
-                raise
-            except TemplateError as error:
+            except TemplateRefusalError as error:
                 refusal = error
                 continue
             if text.count(self._marker) == len(pictures):
@@ -225,9 +220,7 @@ class ChatTemplates:
         def attempt(form: list[dict[str, Any]]) -> str | None:
             try:
                 return self._rendered(template, form, variables, show)
-            except TemplateLimitError:
-                raise
-            except TemplateError as error:
+            except TemplateRefusalError as error:
                 refusals.append(error)
                 return None
 
@@ -253,9 +246,7 @@ class ChatTemplates:
         """Return the text of a conversation: tools, calls and results are in it."""
         try:
             return self._render(template, self._fitted(template, conversation, variables, show))
-        except TemplateLimitError:
-            raise
-        except TemplateError:
+        except TemplateRefusalError:
             tools = completed(variables["tools"])
             if tools == variables["tools"]:
                 raise
@@ -301,6 +292,15 @@ class ChatTemplates:
                 self._shapes.clear()
             self._shapes[key] = found
         return self._shapes[key]
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Raise what goes wrong with a template as an InvalidRequestError."""
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the chat template cannot render this: {error}") from error
 
 
 def _before_mark(text: str) -> str:

@@ -47,18 +47,19 @@ def fitted(
 
     What the template, by its `shape`, does not show itself becomes text of a message.
     """
-    if tools and shape.tools is None:
-        return _with_tools_as_text(conversation, tools, shape), {"tools": tools}
     if shape.ids_are_named:
         conversation = _with_named_ids(conversation)
+    written = "" if tools and shape.tools is None else template  # tools as text are Hermes'
     plain = [
         piece
         for message in conversation
-        for piece in _as_template_takes_it(message, template, shape)
+        for piece in _as_template_takes_it(message, written, shape)
     ]
     plain = _with_results(plain, shape)
-    if not tools or shape.tools is None:
+    if not tools:
         return plain, {"tools": tools}
+    if shape.tools is None:
+        return _with_tools_as_text(plain, tools, shape), {"tools": tools}
     return place_tools(plain, [fields_of(tool) for tool in tools], shape.tools)
 
 
@@ -215,15 +216,13 @@ def _with_results(
 
 
 def _with_tools_as_text(
-    conversation: Seq[Mapping[str, Any]], tools: Seq[Any], shape: TemplateShape
+    plain: list[dict[str, Any]], tools: Seq[Any], shape: TemplateShape
 ) -> list[dict[str, Any]]:
     """Return a conversation for a template that knows no tools, in the words of the Hermes models.
 
     The tools go into the system message, or before the user's first words if the template knows
-    none; calls go into the text of their message, and results into messages of the user.
+    none. Calls are in the text of their message already, and results in messages of the user.
     """
-    plain = [piece for m in conversation for piece in _as_template_takes_it(m, "", shape)]
-    plain = _with_results(plain, shape)
     text = _INSTRUCTIONS.format(tools="\n".join(_json(fields_of(tool)) for tool in tools))
     if shape.takes_system and plain[0]["role"] == "system":
         plain[0]["content"] = f"{plain[0].get('content') or ''}\n\n{text}".lstrip()
