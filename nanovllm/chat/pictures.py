@@ -9,6 +9,7 @@ import binascii
 import mimetypes
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -29,7 +30,8 @@ _LITERAL = f"nvliteral{_SECRET}"
 """Stands for a marker in text that is no picture's, while a template renders."""
 
 Conversation = list[dict[str, Any]]
-Show = Callable[[Conversation], Conversation]
+Show = Callable[[dict[str, Any]], dict[str, Any]]
+"""Returns a message as a template takes its pictures."""
 Locate = Callable[[str], Path]
 """Returns the file of a path, or raises InvalidRequestError."""
 
@@ -202,12 +204,8 @@ def forms(conversation: Conversation, placeholder: str) -> Iterator[tuple[Conver
     as text, `placeholder` for each; and as parts, those of tools in a message of the user after
     the results.
     """
-
-    def as_text(messages: Conversation) -> Conversation:
-        return [_as_text(message, placeholder) for message in messages]
-
-    yield conversation, as_parts
-    yield conversation, as_text
+    yield conversation, _as_parts
+    yield conversation, partial(_as_text, placeholder=placeholder)
     moved: Conversation = []
     waiting: list[str] = []
     for message in [*conversation, {"role": ""}]:
@@ -219,12 +217,7 @@ def forms(conversation: Conversation, placeholder: str) -> Iterator[tuple[Conver
             waiting += [text for text in texts if text == _PICTURE]
             message = {**message, "content": "\n".join(t for t in texts if t != _PICTURE)}
         moved.append(message)
-    yield moved[:-1], as_parts
-
-
-def as_parts(messages: Conversation) -> Conversation:
-    """Return messages in which pictures are parts."""
-    return [_as_parts(message) for message in messages]
+    yield moved[:-1], _as_parts
 
 
 def _as_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class ChatTemplates:
         template: str,
         conversation: list[dict[str, Any]],
         variables: Mapping[str, Any],
-        show: Show = list,
+        show: Show = dict,
     ) -> str:
         """Return the text of the first form of a conversation that the template takes whole, else
         of the last form that it takes; raise TemplateError if it takes none.
@@ -272,7 +272,7 @@ class ChatTemplates:
         elif tools or any(m["role"] == "tool" or m.get("tool_calls") for m in conversation):
             shape = self._shape(template, bool(tools))
             conversation, more = fitted(conversation, tools, template, shape)
-        return {**more, **variables, "tools": tools, "messages": show(conversation)}
+        return {**more, **variables, "tools": tools, "messages": list(map(show, conversation))}
 
     def _render(self, template: str, variables: Mapping[str, Any]) -> str:
         assert self._tokenizer is not None
