@@ -4,7 +4,6 @@
 package. So the course has one source.
 """
 
-import ast
 import contextlib
 import dataclasses
 import json
@@ -90,14 +89,6 @@ class Lesson:
     def task(self) -> str:
         """The Markdown of the exercise, without the link to the next page."""
         return self.page[self._asked.end() :].rpartition("\nNext: ")[0]
-
-    @property
-    def function(self) -> str:
-        """The name of the function to write: `check` of the exercise has it as its parameter."""
-        for node in ast.parse(self.exercise.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name == "check":
-                return node.args.args[0].arg
-        raise AssertionError(f"{self.exercise} has no check")
 
     def is_right(self, answer: str) -> bool:
         """Return whether an answer, such as "4 blocks", has the right number and no other."""
