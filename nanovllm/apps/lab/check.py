@@ -18,7 +18,7 @@ from nanovllm.apps.lab.plugin import EVICTION, POLICY, CheckOptions, Plugin
 from nanovllm.apps.prove import ProveOptions
 from nanovllm.core.sequence import Sequence
 from nanovllm.errors import ConfigError, NanoVLLMError
-from nanovllm.kv.eviction import EvictionOrder
+from nanovllm.kv.eviction import LeastRecentlyUsed
 from nanovllm.options.validation import check_installed
 from nanovllm.testing.fake_engine import VOCAB_SIZE, FakeEngine
 
@@ -262,39 +262,25 @@ def share_of_a_flood(**plugin: Any) -> float:
     return sum(seq.user == "many" for seq in admitted) / len(admitted)
 
 
-class AnyPage(EvictionOrder):
+class AnyPage(LeastRecentlyUsed):
     """Reuses any page that holds something: what an order must beat that keeps what is hit."""
 
     def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self._rng = random.Random(0)
-        self._empty = list(range(num_pages))[::-1]
-        self._filled: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._empty) + len(self._filled)
-
-    def __contains__(self, page: object) -> bool:
-        return page in self._empty or page in self._filled
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._empty[::-1]
-        yield from self._filled
+        self._empty = {*range(num_pages)}
 
     def take(self) -> int:
-        if self._empty:
-            return self._empty.pop()
-        return self._filled.pop(self._rng.randrange(len(self._filled)))
+        page = next(iter(self))
+        if page not in self._empty:
+            page = self._rng.choice([*self])
+        self.remove(page)
+        self._empty.discard(page)
+        return page
 
     def put_first(self, page: int) -> None:
-        if page in self._filled:
-            self._filled.remove(page)
-        self._empty.append(page)
-
-    def put_last(self, page: int) -> None:
-        self._filled.append(page)
-
-    def remove(self, page: int) -> None:
-        self._filled.remove(page)
+        super().put_first(page)
+        self._empty.add(page)
 
 
 def hit_rates(**plugin: Any) -> Mapping[str, float]:
