@@ -38,7 +38,7 @@ def test_a_conversation_about_a_picture(
         out, err = capsys.readouterr()
         assert not err
         assert expected.strip() in out
-        messages = conversation._messages()
+        messages = conversation._messages(conversation._turns)
         assert [part["type"] for part in messages[0]["content"]] == ["image_url", "text"]
         assert messages[2]["content"] == "Why?"
     conversation.run(["/image", "/image no.png", "/regen"])

@@ -127,10 +127,11 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Write the answer and keep the turn; keep nothing of it if Ctrl-C stops the answer."""
-        self._answer({"role": "user", "content": with_files(text, self._pictures)})
+        question = {"role": "user", "content": with_files(text, self._pictures)}
+        self._answer(self._turns, question)
 
-    def _answer(self, question: Message) -> None:
-        messages = [*self._messages(), question]
+    def _answer(self, earlier: list[Message], question: Message) -> None:
+        messages = [*self._messages(earlier), question]
         timer = _Timer()
         try:
             answer = write_stream(timer.timed(awaited(self._source(messages))))
@@ -139,7 +140,7 @@ class Chat:
             return
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error} (/reset starts a new conversation)") from None
-        self._turns += [question, {"role": "assistant", "content": answer}]
+        self._turns = [*earlier, question, {"role": "assistant", "content": answer}]
         self._pictures = []
         if speed := timer.speed():
             _tell(f"({speed})")
@@ -149,17 +150,11 @@ class Chat:
         if not self._turns:
             raise InvalidRequestError("there is no message yet to answer again")
         *earlier, question, _answer = self._turns
-        before = self._turns
-        self._turns = earlier
-        try:
-            self._answer(question)
-        finally:
-            if len(self._turns) < len(before):
-                self._turns = before
+        self._answer(earlier, question)
 
-    def _messages(self) -> list[Message]:
+    def _messages(self, turns: list[Message]) -> list[Message]:
         system = [{"role": "system", "content": self._system}] if self._system else []
-        return system + self._turns
+        return system + turns
 
     def _show_help(self, _: str) -> None:
         write("".join(f"{name:<17}{meaning}\n" for name, meaning in HELP.items()))
@@ -173,7 +168,7 @@ class Chat:
             raise InvalidRequestError("/save needs the name of a file, such as /save chat.json")
         try:
             with Path(path).expanduser().open("x", encoding="utf-8") as file:
-                json.dump(self._messages(), file, ensure_ascii=False, indent=2)
+                json.dump(self._messages(self._turns), file, ensure_ascii=False, indent=2)
                 file.write("\n")
         except FileExistsError:
             raise InvalidRequestError(f"{shown(path)} exists already; give another name") from None
