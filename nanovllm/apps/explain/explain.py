@@ -84,7 +84,7 @@ def recorded(
     num_top: int,
     tell: Callable[[Story, Step], object] = lambda story, step: None,
 ) -> Iterator[Story]:
-    """Record what an engine in this process does until the block ends, into the story yielded.
+    """Record what an idle engine in this process does until the block ends, into the story yielded.
 
     Args:
         num_top: see `SamplingRecorder`.

@@ -17,7 +17,7 @@ class Recorder(Observer):
 
     Args:
         tell: is called with each step, in order.
-        sampling: what watches the sampling of the same engine; None: rows have no `samples`.
+        sampling: what watches the sampling of the same engine, which is idle at first.
 
     Attributes:
         sequences: those that have come, in order.
@@ -30,7 +30,7 @@ class Recorder(Observer):
         self._unfinished: dict[int, tuple[int, Sequence]] = {}  # by id: number and sequence
         self._prompts: dict[int, int] = {}  # by id: tokens known at the last admission
         self._fresh: set[int] = set()  # admitted, and had no row since
-        self._launched: list[tuple[Step, list[int]]] = []  # oldest first; with indices of its rows
+        self._launched: list[Step] = []  # oldest first
         self._processed: Step | None = None
         self._mark = 0.0  # time.perf_counter() at the end of the last phase
 
@@ -41,10 +41,7 @@ class Recorder(Observer):
             self.sequences.append(SequenceStory(number, seq.num_prompt_tokens, list(seq.token_ids)))
 
     def end(self, seq: Sequence) -> None:
-        found = self._unfinished.pop(seq.seq_id, None)
-        if found is None:  # it began before the recording
-            return
-        number = found[0]
+        number, _ = self._unfinished.pop(seq.seq_id)
         story = self.sequences[number]
         story.token_ids = list(seq.token_ids)
         story.finish_reason = seq.output.finish_reason
@@ -71,36 +68,31 @@ class Recorder(Observer):
             self._preempted(scheduler),
         )
         left = step.budget
-        indices = []
-        for index, row in enumerate(schedule.rows):
-            if row.seq_id in self._unfinished:  # else it began before the recording
-                step.rows.append(self._row(row, schedule, scheduler, left))
-                indices.append(index)
+        for row in schedule.rows:
+            step.rows.append(self._row(row, schedule, scheduler, left))
             left -= row.sample_position - row.num_computed_tokens
         step.waiting = self._waiting(scheduler, {row.seq_id for row in schedule.rows}, left)
         step.seconds["schedule"] = elapsed
-        self._launched.append((step, indices))
+        self._launched.append(step)
         self._mark = time.perf_counter()  # what this took is not the engine's
 
     def launched(self, schedule: Schedule) -> None:
-        step, indices = self._launched[-1]
+        step = self._launched[-1]
         step.seconds["launch"] = self._lap()
         samples, seconds = self._sampling.take()
-        for story, index in zip(step.rows, indices, strict=True):
-            story.samples = samples.get(schedule.rows[index].seq_id, [])
+        for story, row in zip(step.rows, schedule.rows, strict=True):
+            story.samples = samples.get(row.seq_id, [])
         step.seconds["launch"] -= seconds
         self._mark = time.perf_counter()
 
     def waited(self, result: StepResult) -> None:
         elapsed = self._lap()
-        while self._launched and self._launched[0][0].number < result.step_id:
+        while self._launched[0].number < result.step_id:
             self._launched.pop(0)  # that one failed
-        if not self._launched or self._launched[0][0].number != result.step_id:
-            return  # it was launched before the recording
-        step, indices = self._launched.pop(0)
+        step = self._launched.pop(0)
         step.seconds["wait"] = elapsed
-        for story, index in zip(step.rows, indices, strict=True):
-            story.output = list(result.token_ids[index])
+        for story, token_ids in zip(step.rows, result.token_ids, strict=True):
+            story.output = list(token_ids)
             for sample in story.samples[len(story.output) :]:
                 sample.counts = False  # it follows a rejected draft
         self._processed = step
@@ -141,7 +133,7 @@ class Recorder(Observer):
         start = row.num_computed_tokens
         num_tokens = row.sample_position - start
         num_missing = num_tokens if row.samples else len(seq.token_ids) - start
-        is_prefill = start < self._prompts.get(row.seq_id, 0)
+        is_prefill = start < self._prompts[row.seq_id]
         is_fresh = row.seq_id in self._fresh
         self._fresh.discard(row.seq_id)
         if is_fresh:
@@ -172,12 +164,12 @@ class Recorder(Observer):
         """Return the sequences that lost their KV for this step."""
         notes = []
         for stall in scheduler.stalls:
-            if stall.preempted_by is not None and stall.seq_id in self._unfinished:
+            if stall.preempted_by is not None:
                 number, _ = self._unfinished[stall.seq_id]
-                text = "it needed a block itself, and nobody behind it had one"
-                if stall.preempted_by != stall.seq_id:
-                    by = self._unfinished.get(stall.preempted_by)
-                    text = f"#{by[0] if by else '?'} needed a block"
+                by, _ = self._unfinished[stall.preempted_by]
+                text = f"#{by} needed a block"
+                if by == number:
+                    text = "it needed a block itself, and nobody behind it had one"
                 notes.append(Note(number, text))
         return notes
 
