@@ -178,16 +178,7 @@ class Prover:
                     raise
                 self.proof.not_tried.append(f"{_name(setting, way)}: {_short(reason)}")
                 continue
-            seconds = time.monotonic() - start
-            verdict = verdict_of(
-                setting.name,
-                way.name,
-                found.answers,
-                alone,
-                happened=all(found.counts[name] for name in way.evidence),
-                evidence=_evidence(way, found),
-                seconds=seconds,
-            )
+            verdict = _verdict(setting, way, found, alone, time.monotonic() - start)
             self.proof.verdicts.append(verdict)
             self._on_verdict(verdict)
             for index, bits in found.answers:
@@ -227,33 +218,20 @@ def difference_of(alone: Bits, found: Bits) -> str:
     return "the numbers of log-probabilities differ"
 
 
-def verdict_of(
-    setting: str,
-    way: str,
-    answers: Seq[tuple[int, Bits]],
-    alone: Mapping[int, Bits],
-    *,
-    happened: bool = True,
-    evidence: str = "",
-    seconds: float = 0.0,
+def _verdict(
+    setting: Setting, way: Way, found: WayAnswers, alone: Mapping[int, Bits], seconds: float
 ) -> Verdict:
-    """Compare the answers of a way with those alone.
-
-    Args:
-        answers: (index of the request, its answer).
-        happened: whether anything happened of what the way is about.
-        evidence: what happened, in words.
-    """
-    different = [(bits, alone[index]) for index, bits in answers if bits != alone[index]]
-    tokens = sum(found.token_ids != own.token_ids for found, own in different)
+    """Compare the answers of a way with those alone."""
+    different = [(bits, alone[index]) for index, bits in found.answers if bits != alone[index]]
+    happened = all(found.counts[name] for name in way.evidence)
     return Verdict(
-        setting,
-        way,
+        setting.name,
+        way.name,
         DIFFERS if different else SAME if happened else NOT_SHOWN,
-        len(answers),
+        len(found.answers),
         len(different),
-        tokens,
-        evidence,
+        sum(bits.token_ids != own.token_ids for bits, own in different),
+        _evidence(way, found),
         round(seconds, 2),
     )
 
