@@ -15,7 +15,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from nanovllm import LLM, SamplingParams, demo_model
-from nanovllm.apps.explain.explain import recorded, write_page
+from nanovllm.apps.explain.explain import page_of, recorded
 
 CHOSEN = os.environ.get("NANOVLLM_BROWSER", "")
 pytestmark = pytest.mark.skipif(not CHOSEN, reason="NANOVLLM_BROWSER=1 runs it")
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         llm.generate(PROMPTS, params, use_tqdm=False)
     llm.shutdown()
     found = tmp_path_factory.mktemp("page") / "steps.html"
-    write_page(story, str(found))
+    found.write_text(page_of(story), encoding="utf-8")
     return found
 
 

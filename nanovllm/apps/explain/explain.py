@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 def explain_prompts(
     llm: LLM, name: str, prompts: list[Any], params: SamplingParams, options: ExplainOptions
-) -> Story:
-    """Generate for all prompts together; show each step, or write the page that `options` name.
+) -> None:
+    """Generate for all prompts together; show each step, or write the page that `options` name. An
+    existing file is overwritten.
 
     Args:
         name: the model's, for the page's title.
@@ -37,34 +38,19 @@ def explain_prompts(
         ConfigError: the page cannot be written.
         InvalidRequestError: a prompt or a parameter is invalid.
     """
-    screen = None if options.html is not None else Terminal()
-
-    def tell(story: Story, step: Step) -> None:
-        if screen is not None:
-            screen.show_step(story, step)
-
-    with recorded(llm.engine, options.num_top, tell) as story:
-        story.model = name
-        if screen is not None:
+    if options.html is None:
+        screen = Terminal()
+        with recorded(llm.engine, options.num_top, screen.show_step) as story:
             screen.show_facts(story)
-        llm.generate(prompts, params, use_tqdm=False)
-    if options.html is not None:
-        write_page(story, options.html)
-        complain(f"nanovllm: {options.html} shows {len(story.steps)} steps in a browser")
-    elif screen is not None:
+            llm.generate(prompts, params, use_tqdm=False)
         screen.show_sequences(story, llm.engine.input_processor.tokenizer)
-    return story
-
-
-def write_page(story: Story, path: str) -> None:
-    """Write the page; an existing file is overwritten.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    page = page_of(story)
-    with writing("html", path):
-        Path(path).write_text(page, encoding="utf-8")
+        return
+    with recorded(llm.engine, options.num_top) as story:
+        story.model = name
+        llm.generate(prompts, params, use_tqdm=False)
+    with writing("html", options.html):
+        Path(options.html).write_text(page_of(story), encoding="utf-8")
+    complain(f"nanovllm: {options.html} shows {len(story.steps)} steps in a browser")
 
 
 def page_of(story: Story) -> str:
