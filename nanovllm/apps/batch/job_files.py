@@ -256,23 +256,18 @@ def _check_manifest(path: Path, identity: Mapping[str, Any]) -> None:
             )
 
 
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory. It ends with this process.
+def _lock(directory: Path) -> contextlib.AbstractContextManager[object]:
+    """Lock a directory, until the context that this returns ends, or this process.
 
     Raises:
         ConfigError: somebody holds it, or the file system has no locks.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(directory / "lock", timeout=0))
-        except Timeout:
-            raise ConfigError(
-                f"another process works on {directory}: wait for it, or end it"
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            raise ConfigError(f"{directory} cannot be locked: {error}") from None
-        yield
+    try:
+        return FileLock(directory / "lock", timeout=0).acquire()
+    except Timeout:
+        raise ConfigError(f"another process works on {directory}: wait for it, or end it") from None
+    except (OSError, NotImplementedError) as error:
+        raise ConfigError(f"{directory} cannot be locked: {error}") from None
 
 
 def _sync_directory(directory: Path) -> None:
