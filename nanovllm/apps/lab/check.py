@@ -70,35 +70,25 @@ def check(
     check_installed("lab", "hypothesis")
     if not __debug__:
         raise ConfigError("python -O removes the assertions that are checked here: leave -O out")
+    checks: dict[str, Callable[[], Checked]] = {}
+    if plugin.kind == EVICTION:
+        checks["random calls"] = partial(_random_calls, plugin, options.num_runs)
+    checks["random runs"] = partial(_random_runs, plugin, options.num_runs)
+    if plugin.kind == POLICY:
+        checks |= {name: partial(_wait, plugin, name) for name in WAITS}
+        checks["users take turns"] = partial(_turns, plugin, is_required=options.fair)
+    else:
+        checks["hits"] = partial(_hits, plugin)
+    checks["the same bits"] = partial(_proof, plugin, model, engine_options, prove)
     found: list[Finding] = []
-    start = time.monotonic()
-    for name, (holds, words) in _findings(plugin, model, engine_options, options, prove):
+    for name, checked in checks.items():
+        start = time.monotonic()
+        holds, words = _guarded(checked)
         found.append(Finding(name, holds, words, round(time.monotonic() - start, 2)))
         on_finding(found[-1])
         if not holds and name.startswith("random"):
             break  # the others may never end with such a plugin
-        start = time.monotonic()
     return found
-
-
-def _findings(
-    plugin: Plugin,
-    model: str,
-    engine_options: dict[str, Any],
-    options: CheckOptions,
-    prove: ProveOptions,
-) -> Iterator[tuple[str, Checked]]:
-    runs = options.num_runs
-    if plugin.kind == EVICTION:
-        yield "random calls", _guarded(lambda: _random_calls(plugin, runs))
-    yield "random runs", _guarded(lambda: _random_runs(plugin, runs))
-    if plugin.kind == POLICY:
-        for name in WAITS:
-            yield name, _guarded(partial(_wait, plugin, name))
-        yield "users take turns", _guarded(lambda: _turns(plugin, is_required=options.fair))
-    else:
-        yield "hits", _guarded(lambda: _hits(plugin))
-    yield "the same bits", _guarded(lambda: _proof(plugin, model, engine_options, prove))
 
 
 def _guarded(checked: Callable[[], Checked]) -> Checked:
