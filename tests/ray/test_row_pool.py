@@ -54,13 +54,8 @@ def test_dying_actors_change_nothing(
     rows.insert(6, text_row("poison", "A"))
     source, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     engine = {"max_model_len": 256, "num_kvcache_blocks": 512, "max_num_seqs": 1}
-    options = row_options(engine_options=engine)
-    finished = run_job(
-        Source(source),
-        output,
-        options,
-        lambda: RayPool(options, 2, actor_options=ONE_CPU),
-    )
+    options = row_options(engine_options=engine, workers=2, worker_options=ONE_CPU)
+    finished = run_job(Source(source), output, options, lambda: RayPool(options))
     assert finished.num_failed == 2
     rows[6] = {"custom_id": "poison"}
     run(write_rows(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl", engine_options=engine)
@@ -77,21 +72,16 @@ def test_a_batch_ends_if_no_engine_stays_alive(
     monkeypatch.setattr(row_pool, "RowActor", Exiting)
     monkeypatch.setattr(row_pool, "_MAX_FRUITLESS_DEATHS", 0)
     source = write_rows(tmp_path / "in.jsonl", [text_row("poison", "A")])
-    options = row_options()
+    options = row_options(worker_options=ONE_CPU)
     with pytest.raises(EngineDeadError, match="1 workers died before a row was done"):
-        run_job(
-            Source(source),
-            tmp_path / "out.jsonl",
-            options,
-            lambda: RayPool(options, 1, actor_options=ONE_CPU),
-        )
+        run_job(Source(source), tmp_path / "out.jsonl", options, lambda: RayPool(options))
     assert (tmp_path / "out.jsonl.parts" / "rows.jsonl").read_bytes() == b""
 
 
 @pytest.mark.long
 def test_errors_of_engines_reach_the_driver(ray_cluster: Any) -> None:
     engine = {"max_model_len": 256, "num_kvcache_blocks": 1}
-    pool = RayPool(row_options(engine_options=engine), 1, actor_options=ONE_CPU)
+    pool = RayPool(row_options(engine_options=engine, worker_options=ONE_CPU))
     with pytest.raises(errors.OutOfMemoryError, match="max_model_len"):
         asyncio.run(pool.start())
     pool.close()
@@ -119,7 +109,7 @@ def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ConfigError, match=f"the address {address}: no Ray cluster can be joined"):
-        RayPool(row_options(), 2, address=address)
+        RayPool(row_options(workers=2, ray_address=address))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_an_address_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_options_that_ray_refuses(ray_cluster: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RayPool(row_options(), 2, actor_options=given)
+        RayPool(row_options(workers=2, worker_options=given))
     assert ray.is_initialized()
 
 
@@ -138,7 +128,7 @@ def test_without_room_the_error_says_what_is_needed(
     """Symptom: nothing was said, and nothing ended."""
     monkeypatch.setattr(row_pool, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(row_pool, "_ROOM_SECONDS", 0.2)
-    pool = RayPool(row_options(), 1, actor_options={"num_cpus": 99})
+    pool = RayPool(row_options(worker_options={"num_cpus": 99}))
     with pytest.raises(ConfigError, match="no room for a worker, which needs 99 CPU on one node"):
         asyncio.run(pool.start())
     pool.close()

@@ -73,16 +73,13 @@ def batch(args: argparse.Namespace) -> int:
 
 def _make_pool(options: RowOptions) -> Pool:
     """Return the engines: one in this process, or actors of Ray. Imports the server."""
-    batch = options.batch
-    if not batch.uses_ray:
+    if not options.batch.uses_ray:
         from nanovllm.apps.batch.row_engine import RowEngine
 
         return RowEngine(options)
     from nanovllm.apps.ray.row_pool import RayPool
 
-    return RayPool(
-        options, batch.workers, address=batch.ray_address, actor_options=batch.worker_options
-    )
+    return RayPool(options)
 
 
 def _summary(finished: Finished, output: str) -> str:

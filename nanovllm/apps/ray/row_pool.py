@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -93,29 +92,20 @@ class _Worker:
 
 
 class RayPool:
-    """A number of actors.
-
-    Args:
-        address: of the cluster that is joined: see `join_cluster`.
-        actor_options: of `ActorClass.options`; None asks for the GPUs of an engine, or one CPU.
+    """A batch's workers, as actors in the cluster that its options name: see `join_cluster`.
 
     Raises:
-        ConfigError: there is no cluster at the address, or Ray refuses the options.
+        ConfigError: there is no cluster at the address, or Ray refuses `worker_options`.
     """
 
-    def __init__(
-        self,
-        options: RowOptions,
-        num_workers: int,
-        *,
-        address: str | None = None,
-        actor_options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: RowOptions) -> None:
         self._options = options
-        self._num_workers = num_workers
         self._starts_ray = not ray.is_initialized()
-        join_cluster(num_workers, address, log_to_driver=False, logging_level=logging.WARNING)
-        self._actor_options = dict(actor_options or _actor_resources(options, num_workers))
+        batch = options.batch
+        join_cluster(
+            batch.workers, batch.ray_address, log_to_driver=False, logging_level=logging.WARNING
+        )
+        self._actor_options = dict(batch.worker_options or _actor_resources(options))
         self._actor_class = self._make_class()
         self._workers: set[_Worker] = set()
         self._starting: set[asyncio.Task[None]] = set()
@@ -131,7 +121,7 @@ class RayPool:
 
     async def start(self) -> None:
         """Make the actors; wait for the first one. Raises NanoVLLMError."""
-        for _ in range(self._num_workers):
+        for _ in range(self._options.batch.workers):
             self._add_worker()
         await self._free_worker()
 
@@ -263,7 +253,7 @@ class RayPool:
         with contextlib.suppress(Exception):
             ray.kill(worker.actor)  # it may be alive after its connection broke
         self._num_deaths += 1
-        if self._num_deaths > _MAX_FRUITLESS_DEATHS * self._num_workers:
+        if self._num_deaths > _MAX_FRUITLESS_DEATHS * self._options.batch.workers:
             self._failure = EngineDeadError(
                 f"{self._num_deaths} workers died before a row was done: {error}"
             )
@@ -273,7 +263,7 @@ class RayPool:
         self._add_worker()
 
 
-def _actor_resources(options: RowOptions, num_workers: int) -> dict[str, Any]:
+def _actor_resources(options: RowOptions) -> dict[str, Any]:
     """Return the resources of an actor with one engine: its GPUs, or a share of the CPUs."""
     given = options.engine_options
     on_cpu = given.get("device") == "cpu" or not ray.cluster_resources().get("GPU")
@@ -282,7 +272,7 @@ def _actor_resources(options: RowOptions, num_workers: int) -> dict[str, Any]:
     if not on_cpu:
         return {"num_cpus": 1, "num_gpus": given.get("tensor_parallel_size", 1)}
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return {"num_cpus": _share(nodes, num_workers)}
+    return {"num_cpus": _share(nodes, options.batch.workers)}
 
 
 def _share(nodes: list[int], num_workers: int) -> int:
