@@ -59,4 +59,4 @@ def row_options(engine_options: dict[str, Any] = ENGINE, **batch: Any) -> RowOpt
 def run(source: Path, output: Path, **changes: Any) -> Finished:
     """Run a job in this process."""
     options = row_options(**changes)
-    return run_job(Source(source), output, options, lambda: RowEngine(options))
+    return run_job(Source(source), output, options, RowEngine)

@@ -36,7 +36,7 @@ def test_a_body_names_an_adapter(tmp_path: Path, modules: tuple[str, ...]) -> No
     options = row_options(LORA, lora_modules=modules)
     FlakyPool.rows_left = 1
     with pytest.raises(Killed):
-        run_job(Source(source), output, options, lambda: FlakyPool(options))
+        run_job(Source(source), output, options, FlakyPool)
     changed = (modules[0], f"b={tmp_path / 'a'}")
     with pytest.raises(ConfigError, match="its adapters' files"):
         run(source, output, engine_options=LORA, lora_modules=changed)

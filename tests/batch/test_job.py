@@ -53,10 +53,10 @@ def test_a_resumed_job_computes_what_is_missing(tmp_path: Path) -> None:
     for done in (0, 10, 15):
         FlakyPool.rows_left = done
         with pytest.raises(Killed):
-            run_job(opened, output, options, lambda: FlakyPool(options))
+            run_job(opened, output, options, FlakyPool)
         assert not output.exists()
     seen: list[Progress] = []
-    finished = run_job(opened, output, options, lambda: RowEngine(options), seen.append)
+    finished = run_job(opened, output, options, RowEngine, seen.append)
     assert (finished.num_before, finished.num_failed) == (25, 1)
     assert seen[-1].num_done == 41
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -67,12 +67,12 @@ def test_a_resumed_job_is_the_same_job(tmp_path: Path) -> None:
     options = row_options()
     FlakyPool.rows_left = 2
     with pytest.raises(Killed):
-        run_job(Source(source), output, options, lambda: FlakyPool(options))
+        run_job(Source(source), output, options, FlakyPool)
     with pytest.raises(ConfigError, match="engine options: seed is None, now 7"):
         run(source, output, engine_options={**ENGINE, "seed": 7})
     draft = dataclasses.replace(options, model=demo_model.DRAFT_MODEL)
     with pytest.raises(ConfigError, match="its model is '.*model', now '.*draft'"):
-        run_job(Source(source), output, draft, lambda: RowEngine(draft))
+        run_job(Source(source), output, draft, RowEngine)
     write_rows(source, questions(6))
     with pytest.raises(ConfigError, match="its input is"):
         run(source, output)
@@ -111,7 +111,7 @@ def test_a_job_killed_before_its_directory_was_removed(
     first, journal = output.read_bytes(), tmp_path / "out.jsonl.parts" / "rows.jsonl"
     journal.unlink()
 
-    def refuse() -> Any:
+    def refuse(options: object) -> Any:
         raise AssertionError("an engine is made")
 
     opened = Source(source)
@@ -129,7 +129,7 @@ def test_an_output_that_appears_in_the_middle_loses_no_rows(tmp_path: Path) -> N
             Source(source),
             output,
             options,
-            lambda: RowEngine(options),
+            RowEngine,
             lambda progress: output.touch(),
         )
     output.unlink()
@@ -204,7 +204,7 @@ def test_a_slow_row_stops_the_others_at_the_window(tmp_path: Path) -> None:
         if not pool.first.is_set():
             most = max(pool.begun)
 
-    run_job(Source(source), tmp_path / "out.jsonl", row_options(), lambda: pool, look)
+    run_job(Source(source), tmp_path / "out.jsonl", row_options(), lambda _: pool, look)
     assert most == 1023
     assert sorted(pool.begun) == list(range(3000))
 
@@ -221,7 +221,7 @@ def test_an_input_that_changes(tmp_path: Path) -> None:
             Source(source),
             tmp_path / "out.jsonl",
             options,
-            lambda: RowEngine(options),
+            RowEngine,
             change,
         )
     assert not (tmp_path / "out.jsonl").exists()

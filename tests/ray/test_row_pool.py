@@ -55,7 +55,7 @@ def test_dying_actors_change_nothing(
     source, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     engine = {"max_model_len": 256, "num_kvcache_blocks": 512, "max_num_seqs": 1}
     options = row_options(engine_options=engine, workers=2, worker_options=ONE_CPU)
-    finished = run_job(Source(source), output, options, lambda: RayPool(options))
+    finished = run_job(Source(source), output, options, RayPool)
     assert finished.num_failed == 2
     rows[6] = {"custom_id": "poison"}
     run(write_rows(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl", engine_options=engine)
@@ -74,7 +74,7 @@ def test_a_batch_ends_if_no_engine_stays_alive(
     source = write_rows(tmp_path / "in.jsonl", [text_row("poison", "A")])
     options = row_options(worker_options=ONE_CPU)
     with pytest.raises(EngineDeadError, match="1 workers died before a row was done"):
-        run_job(Source(source), tmp_path / "out.jsonl", options, lambda: RayPool(options))
+        run_job(Source(source), tmp_path / "out.jsonl", options, RayPool)
     assert (tmp_path / "out.jsonl.parts" / "rows.jsonl").read_bytes() == b""
 
 

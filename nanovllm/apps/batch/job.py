@@ -62,7 +62,7 @@ def run_job(
     source: Source,
     output: Path,
     options: RowOptions,
-    make_pool: Callable[[], Pool],
+    make_pool: Callable[[RowOptions], Pool],
     on_progress: Callable[[Progress], object] = lambda progress: None,
 ) -> Finished:
     """Do what is not done of a job, and write its output.
@@ -85,7 +85,8 @@ def run_job(
         num_failed = files.num_failed
         if num_failed is None:
             if num_before < source.num_rows:
-                seconds = asyncio.run(answer_rows(source, make_pool, journal, on_progress))
+                pool = make_pool(options)
+                seconds = asyncio.run(answer_rows(source, pool, journal, on_progress))
             source.check_unchanged()
             num_failed = sum(map(_is_failed, journal.in_order()))
             with files.writing(num_failed) as file:
@@ -104,13 +105,9 @@ def _is_failed(output: bytes) -> bool:
 
 
 async def answer_rows(
-    source: Source,
-    make_pool: Callable[[], Pool],
-    journal: Journal,
-    on_progress: Callable[[Progress], object],
+    source: Source, pool: Pool, journal: Journal, on_progress: Callable[[Progress], object]
 ) -> float:
-    """Compute what is not done; return for how many seconds engines computed."""
-    pool = make_pool()
+    """Compute what is not done, then close the pool; return the seconds that engines computed."""
     try:
         await pool.start()
         start = time.monotonic()

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -55,10 +54,9 @@ def batch(args: argparse.Namespace) -> int:
     options = RowOptions(model, engine_options, batch_options)
     source = Source(Path(args.input))
     output = Path(args.output)
-    make_pool = functools.partial(_make_pool, options)
     try:
         with _progress() as on_progress:
-            finished = run_job(source, output, options, make_pool, on_progress)
+            finished = run_job(source, output, options, _make_pool, on_progress)
     except OSError as error:  # a full disk
         reason = error.strerror or error
         raise ConfigError(
