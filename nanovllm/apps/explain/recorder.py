@@ -153,7 +153,6 @@ class Recorder(Observer):
             start,
             num_tokens,
             num_missing,
-            row.num_draft_tokens,
             start if is_fresh else None,
             list(seq.kv.block_table),
             new_blocks,

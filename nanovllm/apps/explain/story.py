@@ -53,8 +53,6 @@ class RowStory:
     """How many it computes, without drafts."""
     num_missing: int
     """How many were left to compute before."""
-    num_drafts: int
-    """How many drafts it may have at most."""
     num_cached_tokens: int | None
     """If the row is the first one after an admission: what the prefix cache had."""
     block_table: list[int]
