@@ -76,11 +76,6 @@ class RowOptions:
 
         find_answer_format(None, *self.batch.parsers)  # checks their names
 
-    @property
-    def seed(self) -> int:
-        """The seed from which, with its id, a row's seed is made."""
-        return Config(model=self.model, **self.engine_options).seed
-
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _END_BYTES = 2**20

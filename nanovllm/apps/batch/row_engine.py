@@ -116,7 +116,7 @@ class RowApp:
 
     def __init__(self, llm: AsyncLLM, options: RowOptions) -> None:
         self.llm = llm
-        self._seed = options.seed
+        self._seed = llm.engine.config.seed  # from which, with its id, a row's seed is made
         names = [field.name for field in dataclasses.fields(AnswerOptions)]
         served = ServerOptions(
             **{name: getattr(options.batch, name) for name in names},
