@@ -117,10 +117,6 @@ class EngineArgs(Config):
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
-class AsyncEngineArgs(EngineArgs):
-    """The same for `AsyncLLM.from_engine_args`."""
-
-
 @_as_vllm
 class VllmLLM(llm.LLM):
     """`nanovllm.LLM` with the keywords and methods that only vLLM has.
@@ -303,6 +299,7 @@ class VllmLLMEngine:
 LLM = VllmLLM
 AsyncLLM = VllmAsyncLLM
 AsyncLLMEngine = VllmAsyncLLM
+AsyncEngineArgs = EngineArgs
 LLMEngine = VllmLLMEngine
 
 
