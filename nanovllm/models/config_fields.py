@@ -220,14 +220,11 @@ def read_rope(
     max_position: int,
     head_dim: int,
     layer_type: str = "full_attention",
-    default_theta: float | None = None,
 ) -> RopeConfig:
     """Return the checked rotary settings of layers of `layer_type`."""
     settings = rope_settings(fields, layer_type)
     rope_type = _rope_type(settings)
-    theta = config_number(
-        {**fields, **settings}, "rope_theta", default_theta or 10_000.0, 2.0, 1e12
-    )
+    theta = config_number({**fields, **settings}, "rope_theta", 10_000.0, 2.0, 1e12)
     original = config_size(settings, "original_max_position_embeddings", max_position)
     ratio = max_position / original if rope_type == "longrope" else 1.0
     factor = config_number(settings, "factor", min(max(ratio, 1.0), _ROPE_RANGE[1]), *_ROPE_RANGE)

@@ -238,10 +238,10 @@ class ModelConfig:
         window = self.window() if "sliding_attention" in types else None
         return [window if name == "sliding_attention" else None for name in types]
 
-    def rope_of(self, layer_type: str, theta: float | None = None) -> RopeConfig:
+    def rope_of(self, layer_type: str) -> RopeConfig:
         """Return the rotary settings of layers of `layer_type`."""
         original = config_size(self.fields, self.names["max_position_embeddings"])
-        return read_rope(self.fields, original, self.head_dim, layer_type, theta)
+        return read_rope(self.fields, original, self.head_dim, layer_type)
 
 
 def _set_layer_types(fields: dict[str, Any], key: str) -> None:

@@ -14,29 +14,22 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
     names: ClassVar[dict[str, str]] = SANDWICH
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    interval = 0
+    """See `ModelConfig.layer_types`."""
 
     def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        return _layer(self, config, "full_attention", None)
+        layer_type = config.layer_types(self.interval)[index]
+        attention = WideNormAttention(
+            config,
+            self.rotary_emb(config.rope_of(layer_type), config.head_dim),
+            options=AttentionOptions(window=config.windows(self.interval)[index]),
+            **attention_biases(config),
+        )
+        return SandwichLayer(config, attention, GatedMLP(config), before=False, **self.norm)
 
 
-class Olmo3ForCausalLM(DecoderForCausalLM):
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
     """Olmo 3: Olmo 2 with a window in three of four layers, and rope scaling in the fourth."""
 
-    names: ClassVar[dict[str, str]] = SANDWICH
-    norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    interval = 4
     reads = frozenset({"layer_types", "rope_parameters"})
-
-    def make_layer(self, config: ModelConfig, index: int) -> DecoderLayer:
-        return _layer(self, config, config.layer_types(4)[index], config.windows(4)[index])
-
-
-def _layer(
-    model: DecoderForCausalLM, config: ModelConfig, layer_type: str, window: int | None
-) -> DecoderLayer:
-    attention = WideNormAttention(
-        config,
-        model.rotary_emb(config.rope_of(layer_type), config.head_dim),
-        options=AttentionOptions(window=window),
-        **attention_biases(config),
-    )
-    return SandwichLayer(config, attention, GatedMLP(config), before=False, **model.norm)
