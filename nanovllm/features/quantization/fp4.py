@@ -14,7 +14,6 @@ from nanovllm.features.quantization.integer import FP4_NUMBERS, IntRows, IntTens
 from nanovllm.features.quantization.quantized_fields import (
     Field,
     LoadedField,
-    LoadedVector,
     QuantizedNumbers,
     row_ranges,
     unpack_columns,
@@ -67,10 +66,11 @@ class QuantizedFp4(QuantizedNumbers):
         self._layout = layout
         device = self._device
         scale = Field("weight_scale", layout.scale_dtype, layout.group_size)
+        factor = Field(layout.factor or "", torch.float32, None, outputs=None, flat=True)
         self._pairs = LoadedField(Field(layout.pairs, torch.uint8, 2), device)
         self._scales = LoadedField(scale, device)
-        self._factors = LoadedVector(layout.factor or "", torch.float32, device, 1)
-        self._loaded = [self._pairs, self._scales]
+        self._factors = LoadedField(factor, device)
+        self._loaded = [self._pairs, self._scales, self._factors]
 
     def _tensors(self, weight: Shard) -> Iterator[Shard]:
         if weight.shape[1] % (size := self._layout.group_size):
@@ -81,7 +81,7 @@ class QuantizedFp4(QuantizedNumbers):
         yield self._pairs.shard(weight)
         yield self._scales.shard(weight)
         if self._layout.factor is not None:
-            yield self._factors.shard(weight, 1)
+            yield self._factors.shard(weight)
 
     def _kept(self, dtype: torch.dtype, kernels: Kernels) -> tuple[LinearMethod | None, str]:
         factors = self._row_factors()
@@ -115,14 +115,13 @@ class QuantizedFp4(QuantizedNumbers):
         layout = self._layout
         if layout.factor is None:
             return None
-        found = []
-        for (name, factor), part in zip(self._factors.items(), self._pairs.parts, strict=True):
+        for name, factor, *_ in self._factors.parts:
             if not (factor.isfinite() & (factor > 0)).all():
                 raise CheckpointError(
                     f"{name} is {factor.item()}, must be a positive number: the file is damaged"
                 )
-            found.append((1 / factor if layout.divides else factor).expand(part.rows))
-        return torch.cat(found)
+        factors = self._factors.rows(0, self._shape[0])[:, 0]
+        return 1 / factors if layout.divides else factors
 
 
 def unpack_fp4(
