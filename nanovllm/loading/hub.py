@@ -69,9 +69,7 @@ class Checkpoint:
     def processor(self) -> dict[str, Any]:
         """What is said of resizing pictures; {} if nothing is."""
         found = read_json(self.path / "preprocessor_config.json")
-        if not found:
-            found = read_json(self.path / "processor_config.json").get("image_processor") or {}
-        return found
+        return found or read_json(self.path / "processor_config.json").get("image_processor") or {}
 
     def __post_init__(self) -> None:
         self.eos_token_ids  # noqa: B018 - raises for invalid ids
