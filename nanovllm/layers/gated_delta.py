@@ -15,7 +15,14 @@ from nanovllm.attention.batch import Batch
 from nanovllm.kernels.states import StatePart
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, PiecedLinear, SmallLinear, TensorRows, head_shards
+from nanovllm.layers.pieces import (
+    ChannelConv,
+    PiecedLinear,
+    SmallLinear,
+    TensorRows,
+    head_shards,
+    own_rows,
+)
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
 from nanovllm.utils.distributed import tensor_parallel
@@ -133,20 +140,13 @@ def plain_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
     keys = sizes.key_heads * sizes.key_dim
     values = sizes.value_heads * sizes.value_dim
     total = 2 * keys + values
-    heads = sizes.value_heads
-    rank = tensor_parallel().rank
-    ranks = tensor_parallel().size
-
-    def own(name: str, total: int, before: int, size: int) -> list[TensorRows]:
-        return [TensorRows(name, total, before + rank * size // ranks, size // ranks)]
-
     return {
-        "q": own("in_proj_qkv", total, 0, keys),
-        "k": own("in_proj_qkv", total, keys, keys),
-        "v": own("in_proj_qkv", total, 2 * keys, values),
-        "z": own("in_proj_z", values, 0, values),
-        "a": own("in_proj_a", heads, 0, heads),
-        "b": own("in_proj_b", heads, 0, heads),
+        "q": [own_rows("in_proj_qkv", total, 0, keys)],
+        "k": [own_rows("in_proj_qkv", total, keys, keys)],
+        "v": [own_rows("in_proj_qkv", total, 2 * keys, values)],
+        "z": [own_rows("in_proj_z", values)],
+        "a": [own_rows("in_proj_a", sizes.value_heads)],
+        "b": [own_rows("in_proj_b", sizes.value_heads)],
     }
 
 
@@ -200,11 +200,7 @@ class KimiDeltaAttention(DeltaRule):
         make = LowRank if low_rank else _full
         self.f = make("f", sizes)
         self.g = make("g", sizes)
-        heads = self.num_heads
-        start = heads * tensor_parallel().rank
-        self.b = SmallLinear(
-            sizes.hidden_size, [TensorRows("b_proj", sizes.value_heads, start, heads)]
-        )
+        self.b = SmallLinear(sizes.hidden_size, [own_rows("b_proj", sizes.value_heads)])
 
     def changes(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.f(hidden), self.b(hidden)
@@ -245,7 +241,4 @@ def _full(name: str, sizes: DeltaSizes) -> PiecedLinear:
 
 def _own(name: str, sizes: DeltaSizes) -> TensorRows:
     """Return this rank's rows of a checkpoint tensor that has D rows for each head."""
-    ranks = tensor_parallel()
-    total = sizes.value_heads * sizes.value_dim
-    size = total // ranks.size
-    return TensorRows(name, total, size * ranks.rank, size)
+    return own_rows(name, sizes.value_heads * sizes.value_dim)

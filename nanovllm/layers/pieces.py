@@ -21,6 +21,17 @@ class TensorRows(NamedTuple):
     size: int
 
 
+def own_rows(name: str, total: int, before: int = 0, size: int | None = None) -> TensorRows:
+    """Return this rank's share of `size` rows, from row `before` on, of a tensor with `total`.
+
+    Args:
+        size: a multiple of the number of ranks; None: `total`.
+    """
+    ranks = tensor_parallel()
+    own = (total if size is None else size) // ranks.size
+    return TensorRows(name, total, before + ranks.rank * own, own)
+
+
 def joined(pieces: Iterable[TensorRows]) -> list[TensorRows]:
     """Return `pieces` with those as one that follow each other in their tensor, too."""
     found: list[TensorRows] = []

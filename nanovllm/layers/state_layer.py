@@ -9,8 +9,7 @@ from nanovllm.attention.batch import Batch
 from nanovllm.kernels.states import StatePart, StateRows, States
 from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.linear import RowParallelLinear, divide
-from nanovllm.layers.pieces import ChannelConv, PiecedLinear, TensorRows
-from nanovllm.utils.distributed import tensor_parallel
+from nanovllm.layers.pieces import ChannelConv, PiecedLinear, own_rows
 
 
 class StateLayer(nn.Module):
@@ -74,11 +73,10 @@ class ShortConv(StateLayer):
     def __init__(self, hidden_size: int, taps: int, *, bias: bool) -> None:
         self.size = size = divide(hidden_size, "hidden_size")
         super().__init__((StatePart((taps - 1, size), torch.get_default_dtype()),))
-        start = tensor_parallel().rank * size
-        total = 3 * hidden_size
-        parts = [TensorRows("in_proj", total, i * hidden_size + start, size) for i in range(3)]
+        thirds = (i * hidden_size for i in range(3))
+        parts = [own_rows("in_proj", 3 * hidden_size, start, hidden_size) for start in thirds]
         self.in_proj = PiecedLinear(hidden_size, parts, bias=bias)
-        self.conv = ChannelConv([TensorRows("conv", hidden_size, start, size)], taps, bias=bias)
+        self.conv = ChannelConv([own_rows("conv", hidden_size)], taps, bias=bias)
         self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias)
 
     def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -14,7 +14,7 @@ from nanovllm.layers.activation import Act
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.pieces import SmallLinear, TensorRows, head_shards
+from nanovllm.layers.pieces import SmallLinear, head_shards, own_rows
 from nanovllm.loading.shards import Shard
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -135,11 +135,7 @@ class NarrowGateAttention(GatedAttention):
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
         """Return the projection of [T, hidden_size] to a gate for each head of this rank."""
-        heads = self.qkv_proj.num_heads
-        start = heads * tensor_parallel().rank
-        return SmallLinear(
-            config.hidden_size, [TensorRows("gate_proj", config.num_heads, start, heads)]
-        )
+        return SmallLinear(config.hidden_size, [own_rows("gate_proj", config.num_heads)])
 
 
 class SinkAttention(SelfAttention):

@@ -40,11 +40,11 @@ def load(module, theirs, path):
     return module.requires_grad_(False)
 
 
-def on_ranks(monkeypatch, module, num_ranks, *others):
+def on_ranks(monkeypatch, num_ranks, *modules):
     """Yield while this process is each of the ranks in turn, for what files of layers make."""
     for rank in range(num_ranks):
         here = TensorParallel(rank, num_ranks)
-        for place in ("nanovllm.layers.linear", "nanovllm.layers.pieces", module, *others):
+        for place in ("nanovllm.layers.linear", "nanovllm.layers.pieces", *modules):
             monkeypatch.setattr(f"{place}.tensor_parallel", lambda here=here: here)
         yield rank
 

@@ -87,7 +87,7 @@ CASES = {
 def test_as_transformers(case, num_ranks, tmp_path, monkeypatch):
     _, theirs = CASES[case]()
     theirs = mixer_cases.randomize(theirs)
-    ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks)
+    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks, "nanovllm.layers.mamba2")
     size = theirs.in_proj.in_features
     mixer_cases.assert_as_transformers(lambda: CASES[case]()[0], theirs, size, ranks, tmp_path)
 
@@ -97,7 +97,7 @@ def test_as_transformers(case, num_ranks, tmp_path, monkeypatch):
 )
 def test_sizes_that_the_ranks_cannot_split(num_ranks, groups, match, monkeypatch):
     sizes = MambaSizes(24, heads=groups * 2, head_dim=4, groups=groups, state_size=8, taps=4)
-    for _ in mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks):
+    for _ in mixer_cases.on_ranks(monkeypatch, num_ranks, "nanovllm.layers.mamba2"):
         with pytest.raises(ConfigError, match=match):
             Mamba2(sizes, NO_LIMITS, 1e-5)
 
@@ -112,7 +112,7 @@ def test_norm_of_groups_that_are_on_several_ranks(groups, num_ranks, gate_first,
     squares, found = [], []
     for sums in (squares.append, lambda _: sum(squares)):  # the ranks run one after the other
         monkeypatch.setattr("nanovllm.layers.mamba2.all_reduce", lambda own, sums=sums: sums(own))
-        ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.mamba2", num_ranks)
+        ranks = mixer_cases.on_ranks(monkeypatch, num_ranks, "nanovllm.layers.mamba2")
         for rank, _ in enumerate(ranks):
             norm = GatedNorm(24, groups, 1e-3, gate_first=gate_first)
             inputs = [each.chunk(num_ranks, -1)[rank] for each in (whole.weight, x, gate)]

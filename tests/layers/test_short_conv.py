@@ -14,7 +14,7 @@ def test_as_transformers(taps, bias, num_ranks, tmp_path, monkeypatch):
     sizes = {"hidden_size": 26, "conv_L_cache": taps, "conv_bias": bias}
     config = AutoConfig.for_model("lfm2", num_hidden_layers=1, layer_types=["conv"], **sizes)
     theirs = mixer_cases.randomize(Lfm2ShortConv(config, 0))
-    ranks = mixer_cases.on_ranks(monkeypatch, "nanovllm.layers.state_layer", num_ranks)
+    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks)
     mixer_cases.assert_as_transformers(
         lambda: ShortConv(26, taps, bias=bias), theirs, 26, ranks, tmp_path
     )
