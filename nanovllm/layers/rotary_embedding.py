@@ -155,12 +155,13 @@ def _yarn(inv_freq: torch.Tensor, head_dim: int, rope: RopeConfig) -> tuple[torc
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
     scaled = inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
-
-    def mscale(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.attention_factor is not None:
         return scaled, rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return scaled, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return scaled, mscale()
+        return scaled, mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all_dim)
+    return scaled, mscale(rope.factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Return YaRN's factor on queries and on keys for a context that is `factor` times longer."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

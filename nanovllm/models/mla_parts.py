@@ -7,7 +7,6 @@ keys are the rows, and whose values are the latents in them. Prompts are compute
 tokens: the bits of a row do not tell where it comes from.
 """
 
-import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.attention import Attention, qk_norm_rope
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
-from nanovllm.layers.pieces import HeadLinear, PiecedLinear, SmallLinear, TensorRows
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
+from nanovllm.layers.pieces import HeadLinear, PiecedLinear, SmallLinear, TensorRows, own_rows
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, mscale
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.distributed import tensor_parallel
@@ -141,11 +140,13 @@ class LatentAttention(nn.Module):
         values = [piece._replace(start=piece.start + nope, size=both - nope) for piece in keys]
         self.k_b_proj = HeadLinear(latent, keys, turned=True)
         self.v_b_proj = HeadLinear(latent, values)
-        gate = TensorRows("g_proj", config.num_heads, first, heads)
-        self.gate = SmallLinear(hidden_size, [gate]) if gated else None
+        gate = [own_rows("g_proj", config.num_heads)]
+        self.gate = SmallLinear(hidden_size, gate) if gated else None
         outputs = config.num_heads * sizes.v_head_dim
         self.o_proj = RowParallelLinear(outputs, hidden_size, bias=bias)
-        scale = sizes.qk_head_dim**-0.5 * _mscale(config.rope) ** 2
+        scale = sizes.qk_head_dim**-0.5
+        if config.rope.rope_type != "default":
+            scale *= mscale(config.rope.factor, config.rope.mscale_all_dim or 0.0) ** 2
         options = AttentionOptions(scale=scale, value_dim=latent)
         self.attn = Attention(heads, 1, sizes.row, options)
 
@@ -191,14 +192,6 @@ def _rope_first(name: str, num_heads: int, own: range, sizes: LatentSizes) -> li
         pieces.append(TensorRows(name, num_heads * size, head * size + nope, size - nope))
         pieces.append(TensorRows(name, num_heads * size, head * size, nope))
     return pieces
-
-
-def _mscale(rope: RopeConfig) -> float:
-    """Return the factor on queries and on keys that a longer context asks for."""
-    weight = rope.mscale_all_dim
-    if rope.rope_type == "default" or not weight or rope.factor <= 1:
-        return 1.0
-    return 0.1 * weight * math.log(rope.factor) + 1.0
 
 
 def expect_heads(model: nn.Module, known: Collection[str]) -> None:
