@@ -86,15 +86,14 @@ def download(
     blobs = _repository(model, download_dir).parent / "blobs"
     here = set(os.listdir(blobs)) if blobs.is_dir() else set()
     with _few_warnings():
-        path = _fetched(fetch, model, revision, download_dir)
-        if remove_damaged(path.rglob("*"), but=here):
+        for _ in range(2):
             path = _fetched(fetch, model, revision, download_dir)
-    if damaged := remove_damaged(path.rglob("*"), but=here):
-        raise CheckpointError(
-            f"{damaged[0]} of {model!r} came damaged twice: its checksum is not the hub's; it is "
-            "deleted, so try again, by another network if it stays so"
-        )
-    return path
+            if not (damaged := remove_damaged(path.rglob("*"), but=here)):
+                return path
+    raise CheckpointError(
+        f"{damaged[0]} of {model!r} came damaged twice: its checksum is not the hub's; it is "
+        "deleted, so try again, by another network if it stays so"
+    )
 
 
 def _fetched(
