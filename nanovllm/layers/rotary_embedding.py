@@ -77,6 +77,8 @@ class RopeConfig:
     partial: float = 1.0
     # Stretches theta, for a head of n numbers by alpha ** (n / (n - 2)). Only alpha uses it.
     alpha: float = 1.0
+    # How much queries grow with the logarithm of their position (Llama 4's scaling).
+    query_growth: float = 0.0
 
     def inverse_frequencies(
         self, head_dim: int, max_model_len: int = 0
@@ -109,6 +111,12 @@ class RopeConfig:
         if self.rope_type == "factors":
             return inv_freq / _tensor(self.factors), 1.0
         return inv_freq, 1.0
+
+    def query_scale(self, max_position: int) -> torch.Tensor:
+        """Return the factor on the queries of each position, [max_position] float32."""
+        steps = torch.arange(max_position, device="cpu") // self.original_max_position
+        scale = 1 + self.query_growth * torch.log1p(steps.float())
+        return scale.to(torch.get_default_device())
 
 
 def _tensor(values: tuple[float, ...]) -> torch.Tensor:

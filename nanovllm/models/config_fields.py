@@ -235,6 +235,7 @@ def read_rope(
     }
     if "truncate" in settings:
         extra["truncate"] = config_bool(settings, "truncate", True)
+    extra["query_growth"] = config_number(settings, "llama_4_scaling_beta", 0.0, 0.0, 1e6)
     num_pairs = int(head_dim * partial) // 2
     if rope_type != "proportional" and int(head_dim * partial) % 2:
         raise UnsupportedModelError(

@@ -245,6 +245,8 @@ class Family(nn.Module):
                 frequencies = rope.inverse_frequencies(head_dim, self.max_model_len)
             self.rotary[key] = RotaryEmbedding(self.max_model_len, *frequencies)
             self.rotary[key].interleaved = self.interleaved
+            if rope is not None and rope.query_growth:
+                self.rotary[key].q_scale = rope.query_scale(self.max_model_len)
         return self.rotary[key]
 
     def checkpoint_name(self, name: str, known: Collection[str]) -> str:

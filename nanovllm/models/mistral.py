@@ -3,13 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
-from nanovllm.models.config_fields import config_number, rope_settings
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.deepseek import DeepseekV3ForCausalLM
 from nanovllm.models.expert_parts import NUMBERED, deepseek_mlp, sparse_mlp
@@ -32,34 +29,10 @@ class MistralForCausalLM(DecoderForCausalLM):
         return DecoderLayer(config, attention, GatedMLP(config))
 
 
-class GrowingQueries:
-    """How queries grow with the logarithm of their position (Llama 4's scaling)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        settings = rope_settings(config.fields, "full_attention")
-        self._beta = config_number(settings, "llama_4_scaling_beta", 0.0, 0.0, 1e6)
-        self._original = config.rope.original_max_position
-
-    def grow(self, rotary: RotaryEmbedding) -> RotaryEmbedding:
-        """Return `rotary`, with the factors on queries."""
-        if self._beta:
-            steps = torch.arange(len(rotary.cos_sin), device="cpu") // self._original
-            scale = 1 + self._beta * torch.log1p(steps.float())
-            rotary.q_scale = scale.to(rotary.cos_sin.device)
-        return rotary
-
-
 class Ministral3ForCausalLM(MistralForCausalLM):
     """Ministral 3, text only: Mistral, but queries grow with the logarithm of their position."""
 
     reads = frozenset({"llama_4_scaling_beta"})
-
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        self._queries = GrowingQueries(config)
-        super().__init__(config, max_model_len)
-
-    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        return self._queries.grow(super().rotary_emb(rope, head_dim))
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
@@ -94,14 +67,10 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
     only: ClassVar[dict[str, tuple[Any, ...]]] = {"moe_layer_freq": (1,)}
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        self._queries = GrowingQueries(config)
         super().__init__(_whole_rope(config), max_model_len)
 
     def make_experts(self, config: ModelConfig) -> nn.Module:
         return deepseek_mlp(config, sigmoid=False, choice_bias=False, wide=False)
-
-    def rotary_emb(self, rope: RopeConfig | None, head_dim: int) -> RotaryEmbedding:
-        return self._queries.grow(super().rotary_emb(rope, head_dim))
 
 
 def _whole_rope(config: ModelConfig) -> ModelConfig:
