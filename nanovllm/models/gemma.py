@@ -13,7 +13,6 @@ from nanovllm.models.parts import (
     SandwichLayer,
     ScaledDecoder,
     attention_biases,
-    gelu_tanh,
 )
 
 
@@ -24,6 +23,7 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     qk_norm = False
     interval = 2
     """Every layer whose number is a multiple of this has full attention."""
+    only = GELU_TANH
     reads = frozenset(
         {
             *GELU_TANH,
@@ -48,7 +48,7 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
             ),
             **attention_biases(config),
         )
-        mlp = GatedMLP(config, activation=gelu_tanh(config))
+        mlp = GatedMLP(config, activation="gelu_tanh")
         return SandwichLayer(config, attention, mlp, **self.norm)
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:

@@ -28,7 +28,6 @@ from nanovllm.models.parts import (
     SandwichLayer,
     ScaledDecoder,
     ScaledEmbedding,
-    gelu_tanh,
 )
 from nanovllm.options.validation import shown
 
@@ -151,7 +150,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
             num_experts,
             hidden_size,
             config.size("moe_intermediate_size"),
-            activation=gelu_tanh(config),
+            activation="gelu_tanh",
             stored=StoredExperts(linears=None),
         )
         self.post_feedforward_layernorm_1 = RMSNorm(hidden_size, eps, NORM_WIDE)
@@ -225,6 +224,7 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
     left_out = OTHER_MODALITIES
     ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
+    only = GELU_TANH
     reads = frozenset(
         {
             *GELU_TANH,
@@ -246,7 +246,7 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
         doubled = attention.shares and config.flag("use_double_wide_mlp")
         size = config.intermediate_size * (1 + doubled)
         wide = dataclasses.replace(config, intermediate_size=size)
-        mlp = GatedMLP(wide, activation=gelu_tanh(config))
+        mlp = GatedMLP(wide, activation="gelu_tanh")
         layer = Gemma4ExpertsLayer if config.flag("enable_moe_block") else Gemma4Layer
         return layer(config, attention, mlp, **self.norm)
 

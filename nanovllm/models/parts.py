@@ -341,15 +341,10 @@ class SandwichForCausalLM(DecoderForCausalLM):
         return logits
 
 
-GELU_TANH = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
-"""The values that `gelu_tanh` wants, by field."""
-
-
-def gelu_tanh(config: ModelConfig) -> str:
-    """Check that the config's activation is Gemma's; return its name in `Kernels.act_and_mul`."""
-    for key, supported in GELU_TANH.items():
-        config.only(key, supported)
-    return "gelu_tanh"
+GELU_TANH: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("hidden_activation", "hidden_act"), ("gelu_pytorch_tanh",)
+)
+"""The `Family.only` of those whose activation is Gemma's."""
 
 
 _ACTIVATION_NAMES = {
