@@ -21,21 +21,11 @@ _MAX_BITS = 16
 _MAX_LISTED = 4
 """Linears that one error names: experts have thousands."""
 UNREAD_SCALES = frozenset(
-    {
-        ".q_scale",
-        ".k_scale",
-        ".v_scale",
-        ".q_zero_point",
-        ".k_zero_point",
-        ".v_zero_point",
-        ".q_global_scale",
-        ".k_global_scale",
-        ".v_global_scale",
-        ".input_scale",
-        ".input_global_scale",
-        ".input_zero_point",
-        ".activation_scale",
-        ".output_scale",
+    {".activation_scale", ".output_scale"}
+    | {
+        f".{part}_{kind}"
+        for part in ("q", "k", "v", "input")
+        for kind in ("scale", "global_scale", "zero_point")
     }
 )
 """Ends of the names of tensors that a checkpoint may have for keys, values and inputs of linears:
