@@ -20,12 +20,12 @@ from nanovllm.layers.pieces import (
     PiecedLinear,
     SmallLinear,
     TensorRows,
+    head_rows,
     head_shards,
     own_rows,
 )
 from nanovllm.layers.state_layer import StateLayer
 from nanovllm.loading.shards import Shard
-from nanovllm.utils.distributed import tensor_parallel
 
 
 class DeltaSizes(NamedTuple):
@@ -152,9 +152,7 @@ def plain_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
 
 def grouped_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
     """Return the same of a checkpoint that has a key head's q, k, v and z side by side."""
-    own = sizes.key_heads // tensor_parallel().size
     share = sizes.value_heads // sizes.key_heads
-    first = own * tensor_parallel().rank
     lengths = {"q": sizes.key_dim, "k": sizes.key_dim}
     lengths |= {"v": share * sizes.value_dim, "z": share * sizes.value_dim}
     found: dict[str, list[TensorRows]] = {}
@@ -162,9 +160,7 @@ def grouped_parts(sizes: DeltaSizes) -> dict[str, list[TensorRows]]:
         group = sum(parts.values())
         before = 0
         for part, size in parts.items():
-            starts = range(first * group + before, (first + own) * group, group)
-            total = sizes.key_heads * group
-            found[part] = [TensorRows(name, total, start, size) for start in starts]
+            found[part] = head_rows(name, sizes.key_heads, group, before, size)
             before += size
     return found
 

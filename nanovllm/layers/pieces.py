@@ -32,6 +32,19 @@ def own_rows(name: str, total: int, before: int = 0, size: int | None = None) ->
     return TensorRows(name, total, before + ranks.rank * own, own)
 
 
+def head_rows(name: str, heads: int, stride: int, offset: int, size: int) -> list[TensorRows]:
+    """Return `size` rows of each of this rank's heads, from row `offset` of the head on.
+
+    Args:
+        heads: of all ranks, a multiple of their number.
+        stride: rows of a head.
+    """
+    ranks = tensor_parallel()
+    own = heads // ranks.size
+    starts = (head * stride + offset for head in range(ranks.rank * own, (ranks.rank + 1) * own))
+    return [TensorRows(name, heads * stride, start, size) for start in starts]
+
+
 def joined(pieces: Iterable[TensorRows]) -> list[TensorRows]:
     """Return `pieces` with those as one that follow each other in their tensor, too."""
     found: list[TensorRows] = []

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.layers.layernorm import LayerNorm
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.pieces import PiecedLinear, TensorRows
+from nanovllm.layers.pieces import PiecedLinear, head_rows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
@@ -16,7 +16,6 @@ from nanovllm.models.parts import (
     attention_biases,
     named_activation,
 )
-from nanovllm.utils.distributed import tensor_parallel
 
 
 class GPT2LMHeadModel(DecoderForCausalLM):
@@ -80,14 +79,10 @@ class HeadwiseAttention(SelfAttention):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, **biases: Any) -> None:
         super().__init__(config, rotary_emb, **biases)
         size = config.head_dim
-        heads = self.qkv_proj.num_heads
-        first = heads * tensor_parallel().rank
         pieces = [
-            TensorRows(
-                "query_key_value", 3 * config.num_heads * size, (3 * head + part) * size, size
-            )
+            piece
             for part in range(3)
-            for head in range(first, first + heads)
+            for piece in head_rows("query_key_value", config.num_heads, 3 * size, part * size, size)
         ]
         self.qkv_proj = PiecedLinear(config.hidden_size, pieces, bias=biases["bias"])  # type: ignore[assignment]
 

@@ -12,14 +12,13 @@ from nanovllm.kernels.torch_math import NORM_CENTRED
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mamba2 import Mamba2, MambaSizes
-from nanovllm.layers.pieces import PiecedLinear, TensorRows
+from nanovllm.layers.pieces import PiecedLinear, TensorRows, head_rows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_layer import ShortConv
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import GatedAttention, attention_biases
 from nanovllm.options.validation import check_float, check_int, shown
-from nanovllm.utils.distributed import tensor_parallel
 
 DELTA_NAMES = {
     f"self_attn.{part}": f"linear_attn.{part}"
@@ -60,23 +59,15 @@ class HeadGatedAttention(GatedAttention):
             raise UnsupportedModelError("config.json: attn_output_gate False is not supported")
         biases = attention_biases(config)
         super().__init__(config, rotary_emb, qk_norm=True, norm_kind=NORM_CENTRED, **biases)
-        queries = self._halves(config, 0)
+        queries = head_rows("q_proj", config.num_heads, 2 * config.head_dim, 0, config.head_dim)
         slices = self.qkv_proj.slices
         rest = [TensorRows(name, *slices[name]) for name in ("k_proj", "v_proj")]
         self.qkv_proj = PiecedLinear(config.hidden_size, [*queries, *rest], bias=biases["bias"])  # type: ignore[assignment]
 
     def make_gate(self, config: ModelConfig) -> LinearBase:
-        bias = self.qkv_proj.bias is not None
-        return PiecedLinear(config.hidden_size, self._halves(config, config.head_dim), bias=bias)
-
-    def _halves(self, config: ModelConfig, offset: int) -> list[TensorRows]:
-        """Return `head_dim` rows of q_proj for each head of this rank, starting at its `offset`."""
         size = config.head_dim
-        heads = self.attn.sizes[0]
-        first = heads * tensor_parallel().rank
-        total = 2 * config.num_heads * size
-        starts = [2 * size * head + offset for head in range(first, first + heads)]
-        return [TensorRows("q_proj", total, start, size) for start in starts]
+        gates = head_rows("q_proj", config.num_heads, 2 * size, size, size)
+        return PiecedLinear(config.hidden_size, gates, bias=self.qkv_proj.bias is not None)
 
 
 def delta_net(config: ModelConfig, *, grouped: bool = False) -> GatedDeltaNet:

@@ -20,11 +20,17 @@ from nanovllm.kernels.torch_kernels import TORCH, Kernels
 from nanovllm.layers.attention import Attention, qk_norm_rope
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear, divide
-from nanovllm.layers.pieces import HeadLinear, PiecedLinear, SmallLinear, TensorRows, own_rows
+from nanovllm.layers.pieces import (
+    HeadLinear,
+    PiecedLinear,
+    SmallLinear,
+    TensorRows,
+    head_rows,
+    own_rows,
+)
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, mscale
 from nanovllm.models.config_fields import MAX_SIZE
 from nanovllm.models.model_config import ModelConfig
-from nanovllm.utils.distributed import tensor_parallel
 
 _MAX_DIM = 2**12
 _LATENT_EPS = 1e-6
@@ -117,8 +123,6 @@ class LatentAttention(nn.Module):
         rope = sizes.qk_rope_head_dim
         latent = sizes.kv_lora_rank
         heads = divide(config.num_heads, "num_attention_heads")
-        first = tensor_parallel().rank * heads
-        own = range(first, first + heads)
         self.rotary_emb = rotary_emb
         self.q_a_proj = self.q_a_layernorm = None
         name = "q_proj"
@@ -128,16 +132,15 @@ class LatentAttention(nn.Module):
             inputs = sizes.q_lora_rank
             self.q_a_proj = LinearBase(hidden_size, inputs, bias=bias)
             self.q_a_layernorm = RMSNorm(inputs, _LATENT_EPS)
-        self.q_proj = PiecedLinear(inputs, _rope_first(name, config.num_heads, own, sizes))
+        self.q_proj = PiecedLinear(inputs, _rope_first(name, config.num_heads, sizes))
         kv = "kv_a_proj_with_mqa"
         pieces = [TensorRows(kv, sizes.row, latent, rope), TensorRows(kv, sizes.row, 0, latent)]
         self.kv_a_proj = PiecedLinear(hidden_size, pieces, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS)
         nope = sizes.qk_nope_head_dim
         both = nope + sizes.v_head_dim
-        total = config.num_heads * both
-        keys = [TensorRows("kv_b_proj", total, head * both, nope) for head in own]
-        values = [piece._replace(start=piece.start + nope, size=both - nope) for piece in keys]
+        keys = head_rows("kv_b_proj", config.num_heads, both, 0, nope)
+        values = head_rows("kv_b_proj", config.num_heads, both, nope, sizes.v_head_dim)
         self.k_b_proj = HeadLinear(latent, keys, turned=True)
         self.v_b_proj = HeadLinear(latent, values)
         gate = [own_rows("g_proj", config.num_heads)]
@@ -183,15 +186,12 @@ class LatentAttention(nn.Module):
         return qkv.view(tokens, -1)
 
 
-def _rope_first(name: str, num_heads: int, own: range, sizes: LatentSizes) -> list[TensorRows]:
-    """Return the rows of the heads `own`, of each those that rotate before the others."""
+def _rope_first(name: str, num_heads: int, sizes: LatentSizes) -> list[TensorRows]:
+    """Return the rows of this rank's heads, of each those that rotate before the others."""
     nope = sizes.qk_nope_head_dim
-    size = sizes.qk_head_dim
-    pieces = []
-    for head in own:
-        pieces.append(TensorRows(name, num_heads * size, head * size + nope, size - nope))
-        pieces.append(TensorRows(name, num_heads * size, head * size, nope))
-    return pieces
+    rotating = head_rows(name, num_heads, sizes.qk_head_dim, nope, sizes.qk_rope_head_dim)
+    others = head_rows(name, num_heads, sizes.qk_head_dim, 0, nope)
+    return [piece for pair in zip(rotating, others, strict=True) for piece in pair]
 
 
 def expect_heads(model: nn.Module, known: Collection[str]) -> None:

@@ -14,7 +14,6 @@ from nanovllm.errors import ConfigError
 from nanovllm.layers.gated_delta import DeltaSizes, GatedDeltaNet, KimiDeltaAttention
 from tests.layers import mixer_cases
 
-MODULE = "nanovllm.layers.gated_delta"
 SIZES = [
     DeltaSizes(40, 2, 2, 8, 8, 4),
     DeltaSizes(24, 2, 4, 6, 10, 4),
@@ -43,7 +42,7 @@ def make_theirs(sizes, grouped):
 @pytest.mark.parametrize("sizes", SIZES, ids=["1 to 1", "1 to 2", "1 to 4"])
 def test_as_transformers(sizes, grouped, num_ranks, tmp_path, monkeypatch):
     theirs = make_theirs(sizes, grouped)
-    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks, MODULE)
+    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks)
     mixer_cases.assert_as_transformers(
         lambda: GatedDeltaNet(sizes, 1e-3, grouped=grouped),
         theirs,
@@ -54,7 +53,7 @@ def test_as_transformers(sizes, grouped, num_ranks, tmp_path, monkeypatch):
 
 
 def test_heads_that_the_ranks_cannot_split(monkeypatch):
-    for _ in mixer_cases.on_ranks(monkeypatch, 3, MODULE):
+    for _ in mixer_cases.on_ranks(monkeypatch, 3):
         with pytest.raises(ConfigError, match="linear_num_key_heads"):
             GatedDeltaNet(SIZES[0], 1e-6)
 
@@ -131,7 +130,7 @@ class Published:
 @pytest.mark.parametrize("kind", KIMI)
 def test_kimi_delta_attention_as_transformers(kind, num_ranks, tmp_path, monkeypatch):
     theirs = make_kimi(**KIMI[kind])
-    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks, MODULE)
+    ranks = mixer_cases.on_ranks(monkeypatch, num_ranks)
     mixer_cases.assert_as_transformers(
         lambda: KimiDeltaAttention(KIMI_SIZES, 1e-3, **KIMI[kind]),
         theirs,
