@@ -212,12 +212,15 @@ def has_tensor(metadata: GGUFMetadata, end: str) -> bool:
     return any(name.endswith(end) for name in metadata.tensors)
 
 
-def windows(metadata: GGUFMetadata, config: Fields, interval: int, default: int = 0) -> Fields:
+def windows(
+    metadata: GGUFMetadata, config: Fields, interval: int, default: int = 0, first: int = 1
+) -> Fields:
     """Return the window, null for none, and the type of each layer.
 
     Args:
         interval: without a pattern, every so many layers have full attention.
         default: the window, if the file has none.
+        first: the number of the first layer; multiples of `interval` have full attention.
     """
     key = "attention.sliding_window"
     num_layers = config["num_hidden_layers"]
@@ -225,7 +228,7 @@ def windows(metadata: GGUFMetadata, config: Fields, interval: int, default: int 
     has_window = metadata.listed(f"{key}_pattern", num_layers, bool)
     if has_window is None:
         interval = metadata.setting(f"{key}_pattern", check_int, 0, MAX_SIZE, default=interval)
-        layers = range(1, num_layers + 1)
+        layers = range(first, first + num_layers)
         has_window = [not interval or number % interval != 0 for number in layers]
     types = [
         "sliding_attention" if window and slides else "full_attention" for slides in has_window

@@ -145,10 +145,6 @@ def _laguna(metadata: GGUFMetadata, config: Fields) -> Fields:
     num_layers = config["num_hidden_layers"]
     head_dim = config["head_dim"]
     metadata.own("expert_shared_count")
-    window = metadata.size("attention.sliding_window", 0)
-    slides = metadata.listed("attention.sliding_window_pattern", num_layers, bool)
-    slides = slides or [index % 4 > 0 for index in range(num_layers)]
-    types = ["sliding_attention" if window and each else "full_attention" for each in slides]
     heads = metadata.listed("attention.head_count", num_layers, int)
     heads = heads or [config["num_attention_heads"]] * num_layers
     gate = metadata.tensors.get("blk.0.attn_gate.weight")
@@ -159,8 +155,7 @@ def _laguna(metadata: GGUFMetadata, config: Fields) -> Fields:
     theta["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = part
     theta["rope_parameters"]["full_attention"] = _rotating_part(config)["rope_parameters"]
     return {
-        "sliding_window": window or None,
-        "layer_types": types,
+        **windows(metadata, config, 4, first=0),
         "num_attention_heads_per_layer": heads,
         "gating": "per-element" if by_number else "per-head",
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
