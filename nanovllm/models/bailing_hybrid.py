@@ -20,6 +20,12 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = KIMI_NAMES
+    published: ClassVar[dict[str, str]] = {
+        "forget_gate.": "",
+        "self_attn.": "attention.",
+        "embed_tokens.": "word_embeddings.",
+        "e_score_correction_bias": "expert_bias",
+    }
     aliases: ClassVar[dict[str, str]] = KIMI_ALIASES
     ignores = frozenset({"q_lora_rank", "rope_interleave", "rotary_dim"})
     reads = frozenset({"layer_types", "num_experts", "num_local_experts", "partial_rotary_factor"})
@@ -67,14 +73,5 @@ class BailingHybridForCausalLM(DeepseekV3ForCausalLM):
         return DecoderLayer(config, kimi_delta(config, fields, low_rank=False, bound=bound), mlp)
 
     def published_names(self, name: str) -> tuple[str, ...]:
-        published = name.replace("forget_gate.", "")
-        for ours, theirs in _PUBLISHED:
-            published = published.replace(ours, theirs)
+        (published,) = super().published_names(name)
         return published, published.replace("attention.o_proj.", "attention.dense.")
-
-
-_PUBLISHED = (
-    ("self_attn.", "attention."),
-    ("embed_tokens.", "word_embeddings."),
-    ("e_score_correction_bias", "expert_bias"),
-)

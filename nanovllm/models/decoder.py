@@ -217,6 +217,8 @@ class Family(nn.Module):
     """Fields that a config.json may have and that neither transformers nor the family applies."""
     names: ClassVar[dict[str, str]] = {}
     """The checkpoint's names for modules that have other names here."""
+    published: ClassVar[dict[str, str]] = {}
+    """What stands in place of parts of these names in published files, if not in transformers'."""
     left_out: ClassVar[tuple[str, ...]] = ()
     """Tensors that the network does not need and does not load: the beginnings of their names, or
     their ends where a "." comes first."""
@@ -268,7 +270,10 @@ class Family(nn.Module):
         """Return the names that files of the family have in place of transformers' `name`, or
         transformers' own modules in place of the `name` in its files.
         """
-        return ()
+        found = name
+        for ours, theirs in self.published.items():
+            found = found.replace(ours, theirs)
+        return (found,) if self.published else ()
 
 
 def placed_names(name: str) -> tuple[str, ...]:

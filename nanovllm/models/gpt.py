@@ -33,6 +33,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         "mlp.up_proj.": "mlp.c_fc.",
         "mlp.down_proj.": "mlp.c_proj.",
     }
+    published: ClassVar[dict[str, str]] = {"transformer.": ""}  # as in the files of gpt2 itself
     left_out = (".attn.bias", ".attn.masked_bias")  # masks
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
     aliases: ClassVar[dict[str, str]] = {
@@ -69,9 +70,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         return PositionedDecoder(config, layers, **self.norm)
 
-    def published_names(self, name: str) -> tuple[str, ...]:
-        return (name.removeprefix("transformer."),)  # as in the files of gpt2 itself
-
 
 class HeadwiseAttention(SelfAttention):
     """Attention whose checkpoint has one linear: query, key and value of a head, then the next."""
@@ -101,6 +99,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         "mlp.up_proj.": "mlp.dense_h_to_4h.",
         "mlp.down_proj.": "mlp.dense_4h_to_h.",
     }
+    published: ClassVar[dict[str, str]] = {"lm_head.": "embed_out."}
     left_out = (".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq")
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
@@ -113,6 +112,3 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
         mlp = PlainMLP(config, named_activation(config), bias=True)
         parallel = config.flag("use_parallel_residual", default=True)
         return (ParallelLayer if parallel else DecoderLayer)(config, attention, mlp, **self.norm)
-
-    def published_names(self, name: str) -> tuple[str, ...]:
-        return (name.replace("lm_head.", "embed_out."),)

@@ -21,6 +21,7 @@ class LagunaForCausalLM(DecoderForCausalLM):
         "self_attn.gate_proj.": "self_attn.g_proj.",
         "mlp.expert_bias": "mlp.experts.e_score_correction_bias",
     }
+    published: ClassVar[dict[str, str]] = {"mlp.shared_expert.": "mlp.shared_experts."}
     defaults: ClassVar[dict[str, Any]] = {"first_k_dense_replace": 1}
     only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "gating": (True, "per-head", "per-element"),
@@ -52,9 +53,6 @@ class LagunaForCausalLM(DecoderForCausalLM):
             options=AttentionOptions(window=config.windows(0)[index]),
             **attention_biases(config),
         )
-
-    def published_names(self, name: str) -> tuple[str, ...]:
-        return (name.replace("mlp.shared_expert.", "mlp.shared_experts."),)
 
 
 def _num_heads(config: ModelConfig, index: int) -> int:

@@ -116,6 +116,7 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = LFM_NAMES
+    published: ClassVar[dict[str, str]] = {"self_attn.gate_proj.": "self_attn.g_proj."}
     aliases: ClassVar[dict[str, str]] = {"rms_norm_eps": "norm_eps"}
     ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     reads = frozenset({"layer_types", "rope_parameters", "partial_rotary_factor"})
@@ -138,9 +139,6 @@ class Lfm3ForCausalLM(DecoderForCausalLM):
             options=AttentionOptions(window=window),
             **attention_biases(config),
         )
-
-    def published_names(self, name: str) -> tuple[str, ...]:
-        return (name.replace("self_attn.gate_proj.", "self_attn.g_proj."),)
 
 
 _KINDS = ("conv", "full_attention", "conv", "sliding_attention")

@@ -75,6 +75,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
     """
 
     names: ClassVar[dict[str, str]] = MIXER_NAMES
+    published: ClassVar[dict[str, str]] = {"backbone.": "model."}
     aliases: ClassVar[dict[str, str]] = {
         "rms_norm_eps": "layer_norm_epsilon",
         "layer_types": "layers_block_type",
@@ -103,6 +104,3 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         dense = kind == "mlp"
         mlp = plain_mlp(config, config.intermediate_size) if dense else plain_experts(config)
         return BlockLayer(config, None, mlp, **self.norm)
-
-    def published_names(self, name: str) -> tuple[str, ...]:
-        return (name.replace("backbone.", "model.", 1),)
