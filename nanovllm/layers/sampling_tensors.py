@@ -1,12 +1,11 @@
 """`SamplingTensors`: the sampling parameters of rows, one tensor for each parameter.
 
-A new sampling parameter is one field here, plus the code that uses it.
+A new sampling parameter is one field and its entry in `_PARAMETERS`, plus the code that uses it.
 """
 
 import dataclasses
 from array import array
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import field
 from typing import NamedTuple, Self
 
 import torch
@@ -26,12 +25,14 @@ class _Parameter(NamedTuple):
     read: Callable[[SamplingParams, int], float]
 
 
-def _int64(read: Callable[[SamplingParams, int], int]) -> dict[str, _Parameter]:
-    return {"parameter": _Parameter(torch.int64, read)}
-
-
-def _float32(read: Callable[[SamplingParams, int], float]) -> dict[str, _Parameter]:
-    return {"parameter": _Parameter(torch.float32, read)}
+_PARAMETERS = {
+    "temperatures": _Parameter(torch.float32, lambda p, seed: min(p.temperature, _MAX_TEMPERATURE)),
+    "seeds": _Parameter(torch.int64, lambda p, seed: seed),
+    "top_ks": _Parameter(torch.int64, lambda p, seed: min(p.top_k or KEEP_ALL, KEEP_ALL)),
+    "top_ps": _Parameter(torch.float32, lambda p, seed: p.top_p),
+    "min_ps": _Parameter(torch.float32, lambda p, seed: p.min_p),
+}
+"""The fields of `SamplingTensors`, in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +40,11 @@ class SamplingTensors:
     """The sampling parameters of R rows, each parameter a tensor [R]."""
 
     # A row below `sampling_params.GREEDY_BELOW` is greedy, whatever its other parameters are.
-    temperatures: torch.Tensor = field(
-        metadata=_float32(lambda p, seed: min(p.temperature, _MAX_TEMPERATURE))
-    )
-    seeds: torch.Tensor = field(metadata=_int64(lambda p, seed: seed))
-    # At least 1; a top_k of vocab_size or more keeps all tokens.
-    top_ks: torch.Tensor = field(
-        metadata=_int64(lambda p, seed: min(p.top_k or KEEP_ALL, KEEP_ALL))
-    )
-    top_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.top_p))  # in (0, 1]
-    min_ps: torch.Tensor = field(metadata=_float32(lambda p, seed: p.min_p))  # in [0, 1]
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    top_ks: torch.Tensor  # at least 1; a top_k of vocab_size or more keeps all tokens
+    top_ps: torch.Tensor  # in (0, 1]
+    min_ps: torch.Tensor  # in [0, 1]
 
     @staticmethod
     def greedy(num_rows: int, device: torch.device) -> "SamplingTensors":
@@ -88,8 +84,3 @@ def pack(params: Seq[SamplingParams], seeds: Seq[int]) -> "array[int]":
         column = array("d" if dtype.is_floating_point else "q", map(read, params, seeds))
         packed.frombytes(column.tobytes())
     return packed
-
-
-_PARAMETERS: dict[str, _Parameter] = {
-    item.name: item.metadata["parameter"] for item in dataclasses.fields(SamplingTensors)
-}
