@@ -232,6 +232,8 @@ class Family(nn.Module):
     """The token that takes no position of its own, if there is one: see `PositionedDecoder`."""
     norm: ClassVar[dict[str, Any]] = {}
     """Options of the norms, see `make_norm`."""
+    decoder: ClassVar[type[Decoder]] = Decoder
+    """What embedding, layers and last norm are in."""
 
     def __init__(self, max_model_len: int) -> None:
         super().__init__()
@@ -309,7 +311,7 @@ class DecoderForCausalLM(Family):
 
     def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
         """Return the network of `layers`."""
-        return Decoder(config, layers, **self.norm)
+        return self.decoder(config, layers, **self.norm)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Write the batch's KV; return the hidden states [O, hidden_size] after the last norm."""

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from nanovllm.attention.spec import AttentionOptions
 from nanovllm.kernels.torch_math import NORM_CENTRED
-from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.decoder import DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     GELU_TANH,
@@ -24,6 +24,7 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
     interval = 2
     """Every layer whose number is a multiple of this has full attention."""
     only = GELU_TANH
+    decoder = ScaledDecoder
     reads = frozenset(
         {
             *GELU_TANH,
@@ -50,9 +51,6 @@ class Gemma2ForCausalLM(SandwichForCausalLM):
         )
         mlp = GatedMLP(config, activation="gelu_tanh")
         return SandwichLayer(config, attention, mlp, **self.norm)
-
-    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
-        return ScaledDecoder(config, layers, **self.norm)
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

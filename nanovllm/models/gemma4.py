@@ -18,7 +18,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import RopeConfig, RotaryEmbedding
 from nanovllm.models.config_fields import config_size
-from nanovllm.models.decoder import Decoder, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.models.decoder import DecoderLayer, GatedMLP, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     GELU_TANH,
@@ -225,6 +225,7 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
     ignores = frozenset({"partial_rotary_factor"})  # but not in rope_parameters
     norm: ClassVar[dict[str, Any]] = {"kind": NORM_WIDE}
     only = GELU_TANH
+    decoder = Gemma4Decoder
     reads = frozenset(
         {
             *GELU_TANH,
@@ -249,9 +250,6 @@ class Gemma4ForCausalLM(SandwichForCausalLM):
         mlp = GatedMLP(wide, activation="gelu_tanh")
         layer = Gemma4ExpertsLayer if config.flag("enable_moe_block") else Gemma4Layer
         return layer(config, attention, mlp, **self.norm)
-
-    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
-        return Gemma4Decoder(config, layers, **self.norm)
 
 
 class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):

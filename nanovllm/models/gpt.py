@@ -7,7 +7,7 @@ from nanovllm.layers.layernorm import LayerNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.pieces import PiecedLinear, head_rows
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import Decoder, DecoderForCausalLM, DecoderLayer, SelfAttention
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, SelfAttention
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     ParallelLayer,
@@ -36,6 +36,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
     published: ClassVar[dict[str, str]] = {"transformer.": ""}  # as in the files of gpt2 itself
     left_out = (".attn.bias", ".attn.masked_bias")  # masks
     norm: ClassVar[dict[str, Any]] = {"layer": LayerNorm}
+    decoder = PositionedDecoder
     aliases: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
         "intermediate_size": "n_inner",
@@ -66,9 +67,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         )
         activation = named_activation(config, "activation_function", "gelu_new")
         return DecoderLayer(config, attention, PlainMLP(config, activation, bias=True), **self.norm)
-
-    def make_decoder(self, config: ModelConfig, layers: list[DecoderLayer]) -> Decoder:
-        return PositionedDecoder(config, layers, **self.norm)
 
 
 class HeadwiseAttention(SelfAttention):
