@@ -202,8 +202,7 @@ class KimiDeltaAttention(DeltaRule):
         return self.f(hidden), self.b(hidden)
 
     def gate(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.g(hidden)
-        return found
+        return self.g(hidden)
 
     def shards(self, prefix: str) -> Iterator[Shard]:
         log, bias = super().shards(prefix)

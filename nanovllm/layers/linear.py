@@ -322,8 +322,7 @@ class RowParallelLinear(LinearBase):
 
 def base_method(matrix: WeightModule) -> LinearMethod | None:
     """Return what multiplies with the weight of `matrix` itself, not what wraps it for adapters."""
-    method: LinearMethod | None = getattr(matrix.method, "base", matrix.method)
-    return method
+    return getattr(matrix.method, "base", matrix.method)
 
 
 def shared_matrices(model: nn.Module) -> dict[nn.Parameter, dict[str, WeightModule]]:

@@ -22,22 +22,15 @@ class TensorRows(NamedTuple):
 
 
 def own_rows(name: str, total: int, before: int = 0, size: int | None = None) -> TensorRows:
-    """Return this rank's share of `size` rows, from row `before` on, of a tensor with `total`.
-
-    Args:
-        size: a multiple of the number of ranks; None: `total`.
-    """
+    """Return this rank's share of the `size` rows from `before` on; None: of all `total` rows."""
     ranks = tensor_parallel()
     own = (total if size is None else size) // ranks.size
     return TensorRows(name, total, before + ranks.rank * own, own)
 
 
 def head_rows(name: str, heads: int, stride: int, offset: int, size: int) -> list[TensorRows]:
-    """Return `size` rows of each of this rank's heads, from row `offset` of the head on.
-
-    Args:
-        heads: of all ranks, a multiple of their number.
-        stride: rows of a head.
+    """Return `size` rows of each of this rank's heads, from row `offset` of the head's `stride`
+    rows on. `heads` are those of all ranks.
     """
     ranks = tensor_parallel()
     own = heads // ranks.size

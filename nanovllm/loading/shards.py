@@ -95,9 +95,8 @@ def model_shards(
         else:
             continue
         if isinstance(model, Renamed):
-            names = [model.checkpoint_name(shard.name, known) for shard in shards]
             shards = [
-                dataclasses.replace(shard, name=name)
-                for shard, name in zip(shards, names, strict=True)
+                dataclasses.replace(shard, name=model.checkpoint_name(shard.name, known))
+                for shard in shards
             ]
         yield module, shards

@@ -169,7 +169,6 @@ def _steps(component: Any) -> list[dict[str, Any]]:
     if component is None:
         return []
     settings = json.loads(component.__getstate__())
-    steps: list[dict[str, Any]]
-    names = [name for name in ("normalizers", "pretokenizers", "decoders") if name in settings]
-    steps = settings[names[0]] if names else [settings]
+    lists = (settings.get(name) for name in ("normalizers", "pretokenizers", "decoders"))
+    steps: list[dict[str, Any]] = next((each for each in lists if each is not None), [settings])
     return steps

@@ -180,14 +180,10 @@ def _check_ids(backend: Tokenizer, text: str) -> int:
         token_id = added["id"]
         found = backend.token_to_id(content)
         if content and found != token_id:  # an empty one is never used
-            raise ValueError(
-                f"added token {shown(content)} has id {token_id}, but "
-                + (
-                    f"this is the id of {shown(other)}"
-                    if (other := backend.id_to_token(token_id)) is not None
-                    else f"the next free id is {found}"
-                )
-            )
+            why = f"the next free id is {found}"
+            if (other := backend.id_to_token(token_id)) is not None:
+                why = f"this is the id of {shown(other)}"
+            raise ValueError(f"added token {shown(content)} has id {token_id}, but {why}")
     around = backend.encode("")
     for token, token_id in zip(around.tokens, around.ids, strict=True):
         if (

@@ -57,5 +57,4 @@ def is_untied(architectures: Iterable[str]) -> bool:
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(PATH.read_text("utf-8"))
-    return found
+    return json.loads(PATH.read_text("utf-8"))

@@ -96,8 +96,6 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """The settings that each rope type needs. "factors" is nanovllm's, for GGUF files; "alpha" is
 HunYuan's, whose files call it "dynamic"."""
-_ROPE_NAMES = {"su": "longrope"}
-"""Other names for rope types."""
 _YARN_FLOATS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _COMMON_ROPE_KEYS = (
     "rope_theta",
@@ -136,8 +134,10 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
                 f"{shown(parameters)}"
             )
         parameters = parameters[layer_type]
+    local: dict[str, Any] = {}
     if layer_type != "full_attention":
         scaling = {}  # in Gemma 3 and Olmo 3 it is only for layers with full attention
+        local = {"rope_theta": fields.get("rope_local_base_freq")}
     given = scaling or parameters
     for found in (scaling, parameters):
         if not isinstance(found, dict):
@@ -148,9 +148,6 @@ def rope_settings(fields: dict[str, Any], layer_type: str) -> dict[str, Any]:
     for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if settings.get(key) == 0 and settings[key] is not False:
             del settings[key]  # 0 counts as absent, as in transformers
-    local = (
-        {"rope_theta": fields.get("rope_local_base_freq")} if layer_type != "full_attention" else {}
-    )
     # As in transformers: next to rope_scaling, config.json's own fields come before
     # rope_parameters, but after those of the layer type.
     neox = {
@@ -200,8 +197,8 @@ def _rope_type(settings: dict[str, Any]) -> str:
             settings.pop(key, None)  # transformers also ignores them
     if rope_type == "mrope" and "mrope_section" in settings:  # which only some families read
         rope_type = "default"
-    if isinstance(rope_type, str):
-        rope_type = _ROPE_NAMES.get(rope_type, rope_type)
+    if rope_type == "su":  # its first name
+        rope_type = "longrope"
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
         raise unsupported("config.json: rope scaling", rope_type, ", ".join(_ROPE_KEYS))
     for key in _ROPE_KEYS[rope_type]:

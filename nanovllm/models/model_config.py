@@ -279,11 +279,8 @@ def _check_supported(fields: dict[str, Any], reads: Collection[str]) -> None:
 
 
 def _dtype(config: dict[str, Any], override: str) -> torch.dtype:
-    given = (
-        override if override != "auto" else None,
-        config.get("dtype"),
-        config.get("torch_dtype"),
-    )
+    asked = None if override == "auto" else override
+    given = (asked, config.get("dtype"), config.get("torch_dtype"))
     name = next((dtype for dtype in given if dtype is not None), "float32")
     if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedModelError(f"dtype {shown(name)} is not supported ({', '.join(_DTYPES)})")

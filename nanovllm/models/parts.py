@@ -189,8 +189,7 @@ class SandwichLayer(DecoderLayer):
 
     def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output for `hidden`, the norm of `residual`: [O, hidden_size] each."""
-        found: torch.Tensor = self.mlp(hidden)
-        return found
+        return self.mlp(hidden)
 
 
 class ParallelLayer(DecoderLayer):

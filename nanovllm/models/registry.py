@@ -118,10 +118,7 @@ def supported(architecture: str, module: str | None = None) -> Supported:
 
 def family_class(architecture: str) -> type[DecoderForCausalLM]:
     """Return the class of an architecture in `MODULES`."""
-    found: type[DecoderForCausalLM] = _class(
-        f"nanovllm.models.{MODULES[architecture]}", architecture
-    )
-    return found
+    return _class(f"nanovllm.models.{MODULES[architecture]}", architecture)
 
 
 def check_architecture(name: str) -> None:
@@ -220,11 +217,10 @@ def model_class(config: ModelConfig) -> type[nn.Module]:
     Raises:
         UnsupportedModelError: as for `check_architecture`.
     """
-    module = config.module
-    if module is None:
+    if config.module is None:
         check_architecture(config.architecture)
-        module = f"nanovllm.models.{MODULES[config.architecture]}"
-    return _class(module, config.architecture)
+        return family_class(config.architecture)
+    return _class(config.module, config.architecture)
 
 
 def user_family(config: ModelConfig) -> str | None:

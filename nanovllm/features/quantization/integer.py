@@ -195,8 +195,7 @@ class IntRows:
 
     def method(self) -> LinearMethod:
         """Return the method, after all rows were stored."""
-        method: LinearMethod = self._weight
-        return method
+        return self._weight
 
     def _panels(self, part: IntTensor) -> IntPanelWeight:
         k = part.values.shape[1]
