@@ -23,7 +23,6 @@ from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.parts import (
     GELU_TANH,
     OTHER_MODALITIES,
-    AddOnly,
     SandwichForCausalLM,
     SandwichLayer,
     ScaledDecoder,
@@ -107,10 +106,7 @@ class Gemma4Layer(SandwichLayer):
     ) -> None:
         super().__init__(config, self_attn, mlp, **norm)
         self.layer_scalar = nn.Parameter(torch.empty(1))
-        self._add = AddOnly()
-        size = config.count("hidden_size_per_layer_input")
-        self.has_input = bool(size)
-        if self.has_input:
+        if size := config.count("hidden_size_per_layer_input"):
             hidden_size = config.hidden_size
             eps = config.rms_norm_eps
             self.per_layer_input_gate = LinearBase(hidden_size, size)
@@ -125,13 +121,13 @@ class Gemma4Layer(SandwichLayer):
         Args:
             own_input: this layer's embeddings [O, hidden_size_per_layer_input].
         """
-        total, _ = self._add.add_norm(hidden, residual)
+        self.kernels.add(hidden, residual)
         if own_input is not None:
-            gate = self.per_layer_input_gate(total)
+            gate = self.per_layer_input_gate(residual)
             added = self.per_layer_projection(self.kernels.mul_act(gate, own_input, "gelu_tanh"))
-            self._add.add_norm(self.post_per_layer_input_norm(added), total)
-        self.kernels.scale(total, self.layer_scalar)
-        return total
+            self.kernels.add(self.post_per_layer_input_norm(added), residual)
+        self.kernels.scale(residual, self.layer_scalar)
+        return residual
 
 
 class Gemma4ExpertsLayer(Gemma4Layer):
@@ -160,7 +156,7 @@ class Gemma4ExpertsLayer(Gemma4Layer):
     def feed_forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         total = self.post_feedforward_layernorm_1(self.mlp(hidden))
         routed = self.experts(self.pre_feedforward_layernorm_2(residual), self.router(residual))
-        self._add.add_norm(self.post_feedforward_layernorm_2(routed), total)
+        self.kernels.add(self.post_feedforward_layernorm_2(routed), total)
         return total
 
 

@@ -1,6 +1,5 @@
 """The Kimi-Linear family: Kimi Delta Attention, and latent attention without positions."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from nanovllm.errors import CheckpointError
@@ -45,11 +44,8 @@ _MAX_HEADS = 2**12
 _MAX_DIM = 2**10
 
 
-def kimi_delta(
-    config: ModelConfig, fields: Mapping[str, Any], **options: Any
-) -> KimiDeltaAttention:
+def kimi_delta(config: ModelConfig, fields: dict[str, Any], **options: Any) -> KimiDeltaAttention:
     """Return the Kimi Delta Attention of a layer."""
-    fields = dict(fields)
     heads = config_size(fields, "linear_num_heads", high=_MAX_HEADS)
     size = config_size(fields, "linear_head_dim", high=_MAX_DIM)
     taps = config_size(fields, "linear_conv_kernel_dim", high=MAX_TAPS, low=2)
