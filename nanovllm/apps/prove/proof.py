@@ -178,7 +178,16 @@ class Prover:
                     raise
                 self.proof.not_tried.append(f"{_name(setting, way)}: {_short(reason)}")
                 continue
-            verdict = _verdict(setting, way, found, alone, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            verdict = verdict_of(
+                setting.name,
+                way.name,
+                found.answers,
+                alone,
+                happened=all(found.counts[name] for name in way.evidence),
+                evidence=_evidence(way, found),
+                seconds=seconds,
+            )
             self.proof.verdicts.append(verdict)
             self._on_verdict(verdict)
             for index, bits in found.answers:
@@ -218,20 +227,33 @@ def difference_of(alone: Bits, found: Bits) -> str:
     return "the numbers of log-probabilities differ"
 
 
-def _verdict(
-    setting: Setting, way: Way, found: WayAnswers, alone: Mapping[int, Bits], seconds: float
+def verdict_of(
+    setting: str,
+    way: str,
+    answers: Seq[tuple[int, Bits]],
+    alone: Mapping[int, Bits],
+    *,
+    happened: bool = True,
+    evidence: str = "",
+    seconds: float = 0.0,
 ) -> Verdict:
-    """Compare the answers of a way with those alone."""
-    different = [(bits, alone[index]) for index, bits in found.answers if bits != alone[index]]
-    happened = all(found.counts[name] for name in way.evidence)
+    """Compare the answers of a way with those alone.
+
+    Args:
+        answers: (index of the request, its answer).
+        happened: whether anything happened of what the way is about.
+        evidence: what happened, in words.
+    """
+    different = [(bits, alone[index]) for index, bits in answers if bits != alone[index]]
+    tokens = sum(found.token_ids != own.token_ids for found, own in different)
     return Verdict(
-        setting.name,
-        way.name,
+        setting,
+        way,
         DIFFERS if different else SAME if happened else NOT_SHOWN,
-        len(found.answers),
+        len(answers),
         len(different),
-        sum(bits.token_ids != own.token_ids for bits, own in different),
-        _evidence(way, found),
+        tokens,
+        evidence,
         round(seconds, 2),
     )
 
