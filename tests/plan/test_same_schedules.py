@@ -165,20 +165,24 @@ def test_schedules_are_equal(seed: int, mixed_model: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(TierTraffic, "pays", lambda self, *_: True)
     config = Config(model=mixed_model if is_mixed else demo_model.MODEL, **options)
     arrivals = arrivals_of(rng)
-    allow_all(monkeypatch, seed)
-    real = real_run(config, queue_depth, arrivals)
-    allow_all(monkeypatch, seed)
-    found = simulated(config, queue_depth, real, arrivals)
-    assert len(found) == len(real.recorder.schedules)
-    for theirs, ours in zip(real.recorder.schedules, found, strict=True):
-        assert comparable(theirs) == comparable(ours)
-    drafts = list(drafts_of(real.recorder))
-    shown = {
-        "preemptions": real.num_preemptions,
-        "loads": any(result.loaded for result in real.recorder.results),
-        "drafts": drafts,
-        "accepted drafts": any(num_right for _, num_right in drafts),
-        "states": real.info.kv.state_pages,
-        "in flight": queue_depth,
-    }
-    assert all(shown[name] for name in MUST_SHOW.get(seed, ()))
+    for _ in range(3):  # whether pages are in host memory in time depends on the machine
+        allow_all(monkeypatch, seed)
+        real = real_run(config, queue_depth, arrivals)
+        allow_all(monkeypatch, seed)
+        found = simulated(config, queue_depth, real, arrivals)
+        assert len(found) == len(real.recorder.schedules)
+        for theirs, ours in zip(real.recorder.schedules, found, strict=True):
+            assert comparable(theirs) == comparable(ours)
+        drafts = list(drafts_of(real.recorder))
+        shown = {
+            "preemptions": real.num_preemptions,
+            "loads": any(result.loaded for result in real.recorder.results),
+            "drafts": drafts,
+            "accepted drafts": any(num_right for _, num_right in drafts),
+            "states": real.info.kv.state_pages,
+            "in flight": queue_depth,
+        }
+        missing = [name for name in MUST_SHOW.get(seed, ()) if not shown[name]]
+        if not missing:
+            return
+    pytest.fail(f"three runs did not show {missing}")

@@ -16,7 +16,7 @@ from nanovllm.features.tiers import directory
 from nanovllm.kernels.cpu import ops
 from nanovllm.kernels.cpu.packed import PanelWeight
 from nanovllm.kv.groups.state import StateGroup
-from nanovllm.worker import step_output
+from nanovllm.worker.step_output import StepOutput
 from nanovllm.worker.step_sampler import StepSampler
 from tests.lora.adapters import linears_of, write_adapter
 
@@ -110,16 +110,16 @@ def keeps_a_stale_adapter(patch: Patch) -> None:
 def keeps_a_replaced_adapter(patch: Patch) -> None:
     def wrong(self: AdapterRegistry, adapter: Any) -> Any:
         known = self._known.get(adapter.lora_int_id)
-        return None if known is None else known.adapter
+        return None if known is None else known[1]
 
     patch.setattr(AdapterRegistry, "_same", wrong)
 
 
 def accepts_drafts_unchecked(patch: Patch) -> None:
-    def wrong(sampled: Any, drafts: Any, finish_infos: Any, first: int, last: int) -> Any:
+    def wrong(output: Any, sampled: Any, drafts: Any, first: int, last: int) -> Any:
         return [*drafts[first:last], sampled[last]], None
 
-    patch.setattr(step_output, "_accepted", wrong)
+    patch.setattr(StepOutput, "_accepted", wrong)
 
 
 def believes_torn_files(patch: Patch) -> None:

@@ -275,6 +275,10 @@ def _evidence(way: Way, found: WayAnswers) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _name(setting: Setting, way: Way) -> str:
+def full_name(setting: str, way: str) -> str:
     """Return the name of a way with that of its setting, if that has one."""
-    return f"{setting.name}, {way.name}".removeprefix(", ")
+    return f"{setting}, {way}".removeprefix(", ")
+
+
+def _name(setting: Setting, way: Way) -> str:
+    return full_name(setting.name, way.name)
