@@ -138,7 +138,7 @@ INLINE void pack_inputs(const cache_layout *c, const bf16 *x, ptrdiff_t ldx, ptr
 INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence kv, kv_sequence next_kv, key_pass pass) {
     ptrdiff_t inputs = (c->dim + K_MULTIPLE - 1) / K_MULTIPLE * K_MULTIPLE; /* of a key, without most of its padding */
     ptrdiff_t groups = c->width / c->group * (c->bits == 4 ? 2 : 1);
-    for (ptrdiff_t j = pass.first; j < pass.keys; j += PANEL) {
+    for (ptrdiff_t j = pass.first, n = 1; j < pass.keys; j += n * PANEL) {
         ptrdiff_t b = j / c->block, in_block = j % c->block;
         const uint8_t *keys = block_at(kv, b), *values = t->turned ? keys : keys + c->half_bytes, *next = values;
         if (t->pass_keys + j < pass.left) next = block_at(kv, t->pass_blocks + b);
@@ -149,7 +149,8 @@ INLINE void score_keys(const cache_layout *c, const query_tile *t, kv_sequence k
             const bf16 *panel = (const bf16 *)keys + in_block * c->width;
             const bf16 *ahead = t->turned ? (const bf16 *)next + in_block * c->width : panel + c->half_bytes / 2;
             panel_pieces pieces = {&panel, &ahead, c->width};
-            tile(t->rows, inputs, (input_rows){t->query, c->width}, pieces, found, 0);
+            ptrdiff_t left = pass.keys - j < c->block - in_block ? pass.keys - j : c->block - in_block;
+            n = tile_side_by_side(t->rows, left / PANEL, inputs, (input_rows){t->query, c->width}, pieces, found, 0);
         } else {
             const uint16_t *scales = (const uint16_t *)(keys + c->scale_offset) + in_block * groups;
             ptrdiff_t at = bytes_of(c, in_block * c->width), next_scales = c->scale_offset + in_block * groups * 2;
@@ -257,7 +258,7 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
         add_rounded(c, t, pass);
         return;
     }
-    for (ptrdiff_t d = 0; d < t->value_width; d += PANEL) {
+    for (ptrdiff_t d = 0, n = 1; d < t->value_width; d += n * PANEL) {
         output_rows acc = {t->acc + d, t->value_width};
         if (t->turned) {
             const bf16 *panel = t->turned + pass.first * PANEL;
@@ -265,9 +266,10 @@ INLINE void add_values(const cache_layout *c, const query_tile *t, key_pass pass
             tile(t->rows, pass.k - pass.first, weights, (panel_pieces){&panel, &panel, t->pass_keys}, acc, 1);
             continue;
         }
-        tile(t->rows, pass.k - pass.first, weights, (panel_pieces){t->values + first, t->prefetch + first, c->block}, acc, 1);
-        for (ptrdiff_t b = first; b * c->block < pass.keys; b++) /* on to the next panel of values */
-            t->values[b] += c->block * PANEL, t->prefetch[b] += c->block * PANEL;
+        panel_pieces values = {t->values + first, t->prefetch + first, c->block};
+        n = tile_side_by_side(t->rows, (t->value_width - d) / PANEL, pass.k - pass.first, weights, values, acc, 1);
+        for (ptrdiff_t b = first; b * c->block < pass.keys; b++) /* on to the next panels of values */
+            t->values[b] += n * c->block * PANEL, t->prefetch[b] += n * c->block * PANEL;
     }
 }
 

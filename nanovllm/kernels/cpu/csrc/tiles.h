@@ -57,6 +57,10 @@ static void end_tiles(void);
 /* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w; rows <= 32, and k is a multiple of K_MULTIPLE. */
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add);
 
+/* tile() for as many of `panels` panels as are faster side by side: w.piece_k * PANEL weights apart, their outputs adjacent.
+ * Return how many. */
+INLINE int tile_side_by_side(int rows, ptrdiff_t panels, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add);
+
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory: the tile of a linear with a single row. */
 static void tile_streams(const operand *x, const bf16 *w, ptrdiff_t k, float *acc);
 
@@ -224,4 +228,12 @@ INLINE int can_stream(linear_outputs out) {
 
 #ifndef HAVE_AMX
 static void end_tiles(void) {}
+#endif
+
+#if VL < 16 || defined(HAVE_AMX)
+INLINE int tile_side_by_side(int rows, ptrdiff_t panels, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
+    (void)panels;
+    tile(rows, k, x, w, acc, add);
+    return 1;
+}
 #endif
