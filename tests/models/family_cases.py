@@ -349,7 +349,8 @@ SWITCHES |= {
 """By transformers' model type: the values of each switch. Those in NESTED are of the text model."""
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SIGLIP = {**TOWER, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-GEMMA4 = {**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2}
+GEMMA4 = {**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+PATCHES = {"patch_size": 2, "mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 8}
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 NESTED = {
     "gemma3": {
@@ -357,7 +358,7 @@ NESTED = {
         "mm_tokens_per_image": 4,
     },
     "gemma4": {"vision_config": {**GEMMA4, "position_embedding_size": 64}},
-    "gemma4_unified": {"vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}},
+    "gemma4_unified": {"vision_config": PATCHES},
     "mistral3": {"vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16}},
     "qwen2_5_vl": {"vision_config": {**QWEN, "fullatt_block_indexes": [0]}},
     "qwen3_vl": {"vision_config": {**QWEN, "deepstack_visual_indexes": [0]}},
