@@ -57,8 +57,8 @@ static void end_tiles(void);
 /* acc[rows][32] = x[rows][k] . w, or with `add` acc += x . w; rows <= 32, and k is a multiple of K_MULTIPLE. */
 static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add);
 
-/* tile() for as many of `panels` panels as are faster side by side: w.piece_k * PANEL weights apart, their outputs adjacent.
- * Return how many. */
+/* tile() for the first of `panels` panels, or for more of them if reading them side by side is faster. Panels are w.piece_k *
+ * PANEL weights apart, and their outputs are adjacent: acc[rows][panels * 32]. Return how many panels were multiplied. */
 INLINE int tile_side_by_side(int rows, ptrdiff_t panels, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add);
 
 /* acc[STREAMS][32] = x[k] . w for STREAMS panels, one behind the other in memory: the tile of a linear with a single row. */

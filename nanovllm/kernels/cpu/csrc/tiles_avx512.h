@@ -30,9 +30,11 @@ INLINE void multiply_add2(__m512 *a, __m512 *b, __m512 v, __m512 w, const operan
 #endif
 }
 
-/* One part of a tile. x is rows ld apart, or packed: [k/2][rows][2], or [k][rows] in float32. Each step of two inputs prefetches
- * `share` bytes of w.prefetch into the second-level cache, from byte `skip` on. Measured: a linear of up to 4 rows is fastest
- * without this (1.2 times on a Zen 4), the keys of attention with a second prefetch, 4 KB ahead in w; its values without. */
+/* One part of a tile, or of several panels side by side, w.piece_k * PANEL weights apart. x is rows ld apart, or packed:
+ * [k/2][rows][2], or [k][rows] in float32. Each step of two inputs prefetches `share` bytes of w.prefetch into the second-level
+ * cache, from byte `skip` on; those of each panel if x is not packed. Measured: a linear of up to 4 rows is fastest without this
+ * (1.2 times on a Zen 4), the keys of attention with a second prefetch, 4 KB ahead in w, if their panels are read one by one; its
+ * values without. */
 INLINE void tile_rows(int rows, int cols, int packed, ptrdiff_t k, input_rows x, panel_pieces w, ptrdiff_t skip, ptrdiff_t share,
                       output_rows acc, int add) {
     __m512 a[MAX_ROWS][STREAM_COLS];
@@ -91,8 +93,8 @@ static void tile(int rows, ptrdiff_t k, input_rows x, panel_pieces w, output_row
     FOR_ROWS(rows, PLAIN_PART)
 }
 
-/* Few rows wait for memory: with 4 panels, attention of one sequence takes 0.96 of the time (1 and 2 rows) or 0.98 (3 rows). With
- * 2, 4 rows take 1.04. */
+/* A few rows wait for memory. Measured on a Zen 4: attention of one sequence with 4 panels side by side takes 0.96 of the time
+ * for 1 and 2 rows, 0.98 for 3. For 4 rows there are registers for 2 panels, which takes 1.04 of the time. */
 INLINE int tile_side_by_side(int rows, ptrdiff_t panels, ptrdiff_t k, input_rows x, panel_pieces w, output_rows acc, int add) {
     int n = rows > 3 || panels < 2 ? 1 : panels < STREAMS ? 2 : STREAMS;
 #define SIDE_CASE(R, N) \
